@@ -1,7 +1,7 @@
 """What programs set before they load torch, which takes seconds. They import this module first.
 
-Waiting threads sleep. OpenMP reads the policy when torch is loaded, and by default its threads spin when they wait: on a
-core that another process uses, the others wait for that thread, and training takes several times as long
+Waiting threads sleep. OpenMP reads the policy when torch is loaded, and by default its threads spin when they wait: on
+a core that another process uses, the others wait for that thread, and training takes several times as long
 (docs/speed.md). A setting of the user wins: OMP_WAIT_POLICY is kept, and OpenMP prefers GOMP_SPINCOUNT.
 
 Ctrl-C ends the program at once, without a traceback; ``run_script`` handles it from then on.

@@ -109,9 +109,7 @@ class UperNet(nn.Module):
         """
         maps = self.backbone(images)
         logits = (_enlarged(head(maps), images) for head in (self.decode_head, self.auxiliary_head))
-        sums = [
-            F.cross_entropy(each, labels, ignore_index=IGNORED, reduction="sum") for each in logits
-        ]
+        sums = [F.cross_entropy(each, labels, ignore_index=IGNORED, reduction="sum") for each in logits]
         return sums[0] / labels.numel(), sums[1] / labels.numel()
 
 

@@ -58,9 +58,7 @@ class Necks(nn.Module):
         They are float32 because torchvision computes anchors in their dtype, and bfloat16 is only precise to
         4 px at 1000 px.
         """
-        maps = [
-            neck(each).float() for neck, each in zip(self.necks, self.features(images), strict=True)
-        ]
+        maps = [neck(each).float() for neck, each in zip(self.necks, self.features(images), strict=True)]
         maps, names = self.last(maps, maps, list(_LEVELS))
         return OrderedDict(zip(names, maps, strict=True))
 
@@ -158,9 +156,7 @@ class Stage(RoIHeads):
     def match(self, proposals: Boxes, targets: list[Target]) -> tuple[Boxes, list[Tensor]]:
         """Return the box (n, 4) and class (n) of each proposal's object; class 0 if it has no object."""
         boxes = [target["boxes"].to(proposals[0].dtype) for target in targets]
-        which, labels = self.assign_targets_to_proposals(
-            proposals, boxes, [target["labels"] for target in targets]
-        )
+        which, labels = self.assign_targets_to_proposals(proposals, boxes, [target["labels"] for target in targets])
         boxes = [each if len(each) else each.new_zeros(1, 4) for each in boxes]
         return [each[index] for each, index in zip(boxes, which, strict=True)], labels
 
@@ -246,13 +242,9 @@ class Cascade(RoIHeads):
         cut = self.mask_roi_pool(maps, boxes, sizes)
         return self.mask_predictor(self.mask_head(cut)).float()
 
-    def _mask_loss(
-        self, maps: dict[str, Tensor], sizes: list, targets: list[Target], sampled: tuple
-    ) -> Tensor:
+    def _mask_loss(self, maps: dict[str, Tensor], sizes: list, targets: list[Target], sampled: tuple) -> Tensor:
         own = [labels > 0 for labels in sampled[2]]
-        boxes, which = (
-            [each[keep] for each, keep in zip(column, own, strict=True)] for column in sampled[:2]
-        )
+        boxes, which = ([each[keep] for each, keep in zip(column, own, strict=True)] for column in sampled[:2])
         masks, classes = ([target[name] for target in targets] for name in ("masks", "labels"))
         return maskrcnn_loss(self._masks(maps, boxes, sizes), boxes, masks, classes, which)
 

@@ -33,9 +33,7 @@ def make_scenes(root: Path, images: int, size: int) -> Path:
             image = image.convert("L") if number == 0 else image  # ADE20K has a few grey images
             _save(image, root / "images" / split / f"ADE_{number:08}.jpg")
             labels = found["mask"].new_tensor([0, *_LABELS])[found["mask"]]
-            _save(
-                to_pil_image(labels.byte()), root / "annotations" / split / f"ADE_{number:08}.png"
-            )
+            _save(to_pil_image(labels.byte()), root / "annotations" / split / f"ADE_{number:08}.png")
     return root
 
 

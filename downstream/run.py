@@ -127,9 +127,7 @@ class Task(lightning.LightningModule):
     All randomness depends on the seed and the step only, so a resumed run equals an uninterrupted one.
     """
 
-    def __init__(
-        self, options: Options, network: nn.Module, features: nn.Module, *sets: Dataset
-    ) -> None:
+    def __init__(self, options: Options, network: nn.Module, features: nn.Module, *sets: Dataset) -> None:
         """Create a task.
 
         Args:
@@ -145,13 +143,9 @@ class Task(lightning.LightningModule):
         self.options, self.network = options, network
         self.train_set, self.val_set = sets
         if (count := len(self.train_set)) < options.batch_size:
-            raise DataError(
-                f"--batch-size must be at most the {count} training images, got {options.batch_size}"
-            )
+            raise DataError(f"--batch-size must be at most the {count} training images, got {options.batch_size}")
         try:
-            self.groups = param_groups(
-                network, options.lr, options.weight_decay, options.layer_decay
-            )
+            self.groups = param_groups(network, options.lr, options.weight_decay, options.layer_decay)
         except ValueError as error:
             raise ConfigError(f"--layer-decay: {error}") from error
         self.result: dict[str, float] = {}

@@ -32,9 +32,7 @@ _LONGEST = 4  # maximum longer side of a resized image, in shorter sides
 class Scenes(Dataset):
     """Images uint8 (3, H, W) and labels uint8 (H, W), 0 to 149; pixels without a label are 255."""
 
-    def __init__(
-        self, root: Path, split: str, transform: Callable[[Tensor, Tensor], tuple]
-    ) -> None:
+    def __init__(self, root: Path, split: str, transform: Callable[[Tensor, Tensor], tuple]) -> None:
         """List a split.
 
         Args:
@@ -136,9 +134,7 @@ def normalised(image: Tensor) -> Tensor:
     )
 
 
-def by_windows(
-    predict: Callable[[Tensor], Tensor], images: Tensor, size: int, stride: int
-) -> Tensor:
+def by_windows(predict: Callable[[Tensor], Tensor], images: Tensor, size: int, stride: int) -> Tensor:
     """Predict images of any size by sliding windows; average the logits where windows overlap.
 
     Args:

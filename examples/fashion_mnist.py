@@ -41,9 +41,7 @@ def unpack() -> None:
     for part, (prefix, taken) in PARTS.items():
         if (OUTPUT / part).is_dir():
             continue
-        images, labels = (
-            PACKAGE / f"{prefix}-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1")
-        )
+        images, labels = (PACKAGE / f"{prefix}-{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
         if not images.exists():
             raise SystemExit(f"error: no {images}; run apt-get install dataset-fashion-mnist")
         pixels, classes = _read(images, 16).reshape(-1, 28, 28), _read(labels, 8)

@@ -107,14 +107,10 @@ class AnnotatedFolder(CocoDetection):
         Raises:
             ValueError: If training lacks a category, or has another name for its id.
         """
-        own, known = (
-            {(number, about["name"]) for number, about in data.coco.cats.items()}
-            for data in (self, train)
-        )
+        own, known = ({(number, about["name"]) for number, about in data.coco.cats.items()} for data in (self, train))
         if own - known:
             raise ValueError(
-                f"{self.path} must have only categories (id, name) of {train.path}, got also "
-                f"{sorted(own - known)}"
+                f"{self.path} must have only categories (id, name) of {train.path}, got also {sorted(own - known)}"
             )
         self.numbers, self.classes = train.numbers, train.classes
 
@@ -220,8 +216,7 @@ def read_image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
     fitting = [image for image in (upright, stored) if (image.height, image.width) == size]
     if not fitting:
         raise ValueError(
-            f"{path} has {upright.height} x {upright.width} pixels, but its annotations are for "
-            f"{size[0]} x {size[1]}"
+            f"{path} has {upright.height} x {upright.width} pixels, but its annotations are for {size[0]} x {size[1]}"
         )
     return tv_tensors.Image(pil_to_tensor(fitting[0]))
 

@@ -42,9 +42,7 @@ _ENDS = np.concatenate([1 + end * np.eye(4) for end in (-VARIATION, VARIATION)])
 Uniform = Callable[..., np.ndarray]
 
 
-def write(
-    folder: Path, classes: int, counts: Mapping[str, int], size: int, seed: int = 0, jobs: int = 1
-) -> None:
+def write(folder: Path, classes: int, counts: Mapping[str, int], size: int, seed: int = 0, jobs: int = 1) -> None:
     """Write the images that a folder lacks.
 
     Args:
@@ -86,9 +84,7 @@ def uniform(purpose: str, *place: int) -> Uniform:
     halves = (f"{name} {place}".encode() for name in (purpose, f"{purpose}, upper half"))
     low, high = (hashlib.blake2b(half, digest_size=4).digest() for half in halves)
     bits = np.random.Philox(key=int.from_bytes(low + high, "little"))
-    return lambda *shape: (
-        (bits.random_raw(math.prod(shape)) >> np.uint64(11)).reshape(shape) * 2.0**-53
-    )
+    return lambda *shape: (bits.random_raw(math.prod(shape)) >> np.uint64(11)).reshape(shape) * 2.0**-53
 
 
 def find_class(seed: int, label: int) -> np.ndarray:
@@ -121,9 +117,7 @@ def _contraction(draws: Uniform) -> np.ndarray:
             return found
 
 
-def _attractor(
-    system: np.ndarray, colours: np.ndarray, count: int, draws: Uniform
-) -> tuple[np.ndarray, np.ndarray]:
+def _attractor(system: np.ndarray, colours: np.ndarray, count: int, draws: Uniform) -> tuple[np.ndarray, np.ndarray]:
     """Return points (2, count), with their bounding box scaled to [0, 1], and their colours (3, count)."""
     which = np.searchsorted(system[:-1, 6].cumsum(), draws(_SETTLING + count), side="right")
     points, mixed = (found[:, _SETTLING:] for found in _play(system, which, colours))
@@ -161,9 +155,7 @@ def draw(system: np.ndarray, size: int, draws: Uniform) -> np.ndarray:
     return ((sums + background) / (add().reshape(size, size, 1) + 1)).astype(np.uint8)
 
 
-def _colours(
-    count: int, saturation: tuple[float, float], value: tuple[float, float], draws: Uniform
-) -> np.ndarray:
+def _colours(count: int, saturation: tuple[float, float], value: tuple[float, float], draws: Uniform) -> np.ndarray:
     """Draw colours of any hue, (count, 3) from 0 to 255; each range is its start and its width."""
     starts, widths = zip((0.0, 1.0), saturation, value, strict=True)
     drawn = np.array(starts) + np.array(widths) * draws(count, 3)

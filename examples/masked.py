@@ -52,9 +52,7 @@ class Masked(nn.Module):
         super().__init__()
         own = isinstance(backbone, vil.VisionLonghorn)
         if not own or len({*backbone.patch_embed.stride, *backbone.patch_embed.patch_size}) > 1:
-            raise ValueError(
-                "--backbone must be a model of this package with square patches that do not overlap"
-            )
+            raise ValueError("--backbone must be a model of this package with square patches that do not overlap")
         embed, dim, size = backbone.patch_embed, backbone.embed_dim, backbone.patch_embed.stride[0]
         self.hide, self.size = round(hide * embed.num_patches), size
         if not 0 < self.hide < embed.num_patches:

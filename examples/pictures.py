@@ -13,9 +13,7 @@ from vil.training.files import write_atomically
 _SURE = 0.5  # lowest score of a predicted box to draw
 
 
-def draw_masks(
-    path: Path, images: Tensor, truth: Tensor, predicted: Tensor, num_classes: int
-) -> None:
+def draw_masks(path: Path, images: Tensor, truth: Tensor, predicted: Tensor, num_classes: int) -> None:
     """Save images, (B, 3, H, W) in 0 to 1, above their true and predicted pixel classes, (B, H, W).
 
     Each class has a fixed colour. Pixels to ignore keep the colours of the image.

@@ -20,9 +20,7 @@ from torchvision.ops import masks_to_boxes
 KINDS = {
     "circle": lambda x, y: np.hypot(x, y) <= 1,
     "triangle": lambda x, y: np.maximum(np.abs(x) * math.sqrt(0.75) - y / 2, y) <= 0.6,
-    "cross": lambda x, y: (
-        (np.fmin(np.abs(x), np.abs(y)) <= 0.3) & (np.fmax(np.abs(x), np.abs(y)) <= 1)
-    ),
+    "cross": lambda x, y: (np.fmin(np.abs(x), np.abs(y)) <= 0.3) & (np.fmax(np.abs(x), np.abs(y)) <= 1),
     "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.8) <= 0.2,
 }
 CLASSES = ("background", *KINDS)
@@ -38,9 +36,7 @@ class Shapes(Dataset):
 
     classes = CLASSES
 
-    def __init__(
-        self, seed: int, length: int, img_size: int, transform: Callable = lambda *item: item
-    ) -> None:
+    def __init__(self, seed: int, length: int, img_size: int, transform: Callable = lambda *item: item) -> None:
         """Describe a set of images.
 
         Args:
@@ -103,9 +99,7 @@ def _draw(rng: np.random.Generator, size: int, kind: str) -> np.ndarray:
     turn = rng.uniform(-_TILT, _TILT)
     pixels = np.arange(size, dtype=np.float32) + 0.5
     x, y = (pixels - left)[None, :] / radius, (pixels - top)[:, None] / radius
-    return KINDS[kind](
-        x * math.cos(turn) - y * math.sin(turn), x * math.sin(turn) + y * math.cos(turn)
-    )
+    return KINDS[kind](x * math.cos(turn) - y * math.sin(turn), x * math.sin(turn) + y * math.cos(turn))
 
 
 def _noise(rng: np.random.Generator, size: int, deviation: float) -> np.ndarray:

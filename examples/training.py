@@ -41,9 +41,7 @@ def options(description: str, output: str, epochs: int) -> argparse.ArgumentPars
         output: Default output folder.
         epochs: Default number of epochs.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--data", type=_path, help="folder, laid out as folders.py says; shapes without it")
     add("--backbone", default=BACKBONE, help="timm's name of a model with several strides")
@@ -89,9 +87,7 @@ def batches(
         if isinstance(val, AnnotatedFolder):
             val.number_as(train)
     if len(train) < args.batch_size:
-        raise ValueError(
-            f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}"
-        )
+        raise ValueError(f"--batch-size must be at most the {len(train)} training images, got {args.batch_size}")
     check_workers(args.workers)
     common = {"batch_size": args.batch_size, "num_workers": args.workers, "collate_fn": collate}
     return DataLoader(train, shuffle=True, drop_last=True, **common), DataLoader(val, **common)

@@ -67,9 +67,7 @@ def hash_models() -> None:
     backend = os.environ["VIL_BACKEND"]
     for name in MODELS:
         torch.manual_seed(0)
-        model = timm.create_model(
-            name, img_size=32, patch_size=8, embed_dim=64, depth=2, num_classes=5
-        )
+        model = timm.create_model(name, img_size=32, patch_size=8, embed_dim=64, depth=2, num_classes=5)
         print(f"{name} initial weights | {digest_of_set(model.parameters())}")
         for kind, side in SIDES.items():
             for dtype in (torch.float32, torch.bfloat16):
@@ -151,9 +149,7 @@ def hash_runs(checkout: Path) -> Iterator[tuple[str, str]]:
                 *("train_imagenet.py", *RECIPE, *on_folder, "--data.num-workers", "0"),
                 *("--run.grad-accum-steps", "2", "--data.aug-repeats", "0"),
             ),
-            "two processes": (
-                *(*two, "train_imagenet.py", *RECIPE, *on_folder, "--data.num-workers", "1"),
-            ),
+            "two processes": (*(*two, "train_imagenet.py", *RECIPE, *on_folder, "--data.num-workers", "1"),),
         }
         for run, arguments in runs.items():
             output = folder / "runs" / run.replace(" ", "_")
@@ -195,9 +191,7 @@ def hashes(checkout: Path) -> dict[str, str]:
 
 def main() -> int:
     """Print hashes, or the cases in which two checkouts differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, help="one or two folders")
     parser.add_argument("--models", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

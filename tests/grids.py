@@ -52,9 +52,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout | None
     conv = reference.ConvPlan()
     if layout is None or layout.order is None:
         return conv.forward(x, weight, bias, None)
-    shares = (
-        None if layout.cls_taps is None else (layout.cls_taps * 2.0**-30).to(weight) @ weight.mT
-    )
+    shares = None if layout.cls_taps is None else (layout.cls_taps * 2.0**-30).to(weight) @ weight.mT
     order = Order(layout.order, layout.cls_index, layout.tokens_per_ref)
     weight = weight @ (layout.taps * 2.0**-30).to(weight).mT
     return conv_forward(conv, x, weight, bias, order, shares)

@@ -25,9 +25,7 @@ from typing import Any
 # Set before timm and torch are imported. GITHUB_ACTIONS makes timm hide tests.
 os.environ.pop("GITHUB_ACTIONS", None)
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-sys.path[0] = str(
-    Path(__file__).resolve().parents[1]
-)  # not tests/, where tests/vil would hide the package
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not tests/, where tests/vil would hide the package
 
 import pytest
 import timm
@@ -58,9 +56,7 @@ EXTENDED = {
     "test_relpos_family_set_input_size": ("model_name,kwargs,img_size,new_size", {}, 224, 256),
     "test_model_init_weights_after_to_empty": ("model_name,kwargs", {"img_size": 64}),
     "test_default_resize_hub_roundtrip": ("name,kwargs,img_size,new_size", {}, 64, 96),
-    "test_export_tracks_reset_classifier_structure": (
-        *("model_name,kwargs,pool,reload_naflex", {}, "avg", None),
-    ),
+    "test_export_tracks_reset_classifier_structure": (*("model_name,kwargs,pool,reload_naflex", {}, "avg", None),),
 }
 
 

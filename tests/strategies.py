@@ -19,9 +19,7 @@ ODD_TENSORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "complex64": lambda v: v.to(torch.complex64),
     "float64": lambda v: v.double(),
     "1e300": lambda v: torch.full_like(v, 1e300, dtype=torch.float64),
-    "one 1e300": lambda v: (
-        v.double().flatten().index_fill(0, torch.tensor([0]), 1e300).view(v.shape)
-    ),
+    "one 1e300": lambda v: v.double().flatten().index_fill(0, torch.tensor([0]), 1e300).view(v.shape),
     "bfloat16": lambda v: v.bfloat16(),
     "float8": lambda v: v.to(torch.float8_e4m3fn),
     "nan": lambda v: v * math.nan,
@@ -67,9 +65,7 @@ def transparent(seed: int) -> Iterator[tuple[bytes, np.ndarray, np.ndarray]]:
     file = encoded(indexed, "PNG", transparency=opacity.tobytes())
     yield file, palette[places], opacity[places]
     for form, one in (("PNG", "L"), ("PNG", "RGB"), ("GIF", "P")):
-        image = {"L": Image.fromarray(grey[..., 0]), "RGB": Image.fromarray(colours), "P": indexed}[
-            one
-        ]
+        image = {"L": Image.fromarray(grey[..., 0]), "RGB": Image.fromarray(colours), "P": indexed}[one]
         through = {"L": int(grey.flat[0]), "RGB": tuple(map(int, colours[0, 0])), "P": 2}[one]
         seen = {"L": grey, "RGB": colours, "P": palette[places]}[one]
         hidden = places == 2 if one == "P" else (seen == seen[0, 0]).all(2)

@@ -35,9 +35,7 @@ pytestmark = pytest.mark.ci
 
 
 def run(*command: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

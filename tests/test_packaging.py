@@ -14,9 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_version_is_the_same_wherever_it_is_said() -> None:
     assert f"\nversion: {vil.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert re.search(
-        rf"^## {re.escape(vil.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
+    assert re.search(rf"^## {re.escape(vil.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 @pytest.mark.parametrize("folder", ["kernels", "kernels/cpu", "kernels/triton", "tests/kernels"])
@@ -33,7 +31,5 @@ def test_import_needs_neither_numba_nor_the_training_packages() -> None:
         "import sys, vil, timm, torch; model = timm.create_model('vil_tiny', device='meta');"
         f"print([name for name in {forbidden} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

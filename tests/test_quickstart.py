@@ -12,9 +12,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -23,9 +21,7 @@ def run(*arguments: str) -> str:
 def test_default_training_reaches_99_percent_and_eval_agrees(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     printed = run("train_imagenet.py", "--run.output", str(folder))
-    reached = re.search(
-        r"reached top-1 ([\d.]+)% \(best, epoch \d+\) and ([\d.]+)% \(last", printed
-    )
+    reached = re.search(r"reached top-1 ([\d.]+)% \(best, epoch \d+\) and ([\d.]+)% \(last", printed)
     best, last = float(reached.group(1)), float(reached.group(2))
     assert best >= 99
     assert last >= 98.6  # what k nearest neighbours reach; the last epoch is not selected

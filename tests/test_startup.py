@@ -53,9 +53,7 @@ def test_the_policy_is_set_before_torch_is_loaded(set_by_user: dict[str, str]) -
     done = subprocess.run(command, cwd=ROOT, env=own | set_by_user, capture_output=True, text=True)
     assert "Error" not in done.stderr
     told = [line.split(" ") for line in done.stdout.splitlines()]
-    found, ended = (
-        {name: value for kind, name, value in told if kind == which} for which in ("policy", "end")
-    )
+    found, ended = ({name: value for kind, name, value in told if kind == which} for which in ("policy", "end"))
     assert {*found.values()} == {set_by_user.get("OMP_WAIT_POLICY", "passive")}, found
     interrupted = {name for name in found if not name.startswith("examples/")}
     assert {ended[name] for name in interrupted} == {str(-signal.SIGINT)}, ended
@@ -64,9 +62,7 @@ def test_the_policy_is_set_before_torch_is_loaded(set_by_user: dict[str, str]) -
 
 
 @pytest.mark.parametrize("program", WRONG)
-def test_a_script_ends_with_the_code_of_its_error(
-    program: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_ends_with_the_code_of_its_error(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, *words = WRONG[program]
     monkeypatch.setattr(sys, "argv", [program, *words])
     with pytest.raises(SystemExit) as ended:

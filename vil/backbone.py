@@ -169,13 +169,9 @@ class VisionLonghorn(GridAware):
         if in_chans < 1:
             raise ValueError(f"in_chans must be at least 1, got {in_chans}")
         if checkpoint_min_tokens is not None and operator.index(checkpoint_min_tokens) < 0:
-            raise ValueError(
-                f"checkpoint_min_tokens must be None or at least 0, got {checkpoint_min_tokens}"
-            )
+            raise ValueError(f"checkpoint_min_tokens must be None or at least 0, got {checkpoint_min_tokens}")
         if not 0 <= patch_drop_rate < 1:
-            raise ValueError(
-                f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}"
-            )
+            raise ValueError(f"patch_drop_rate must be at least 0 and below 1, got {patch_drop_rate}")
         norm_layer = _norm_layer(norm_layer)
         self.num_classes = num_classes
         self.in_chans = in_chans
@@ -209,9 +205,7 @@ class VisionLonghorn(GridAware):
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
         self.patch_drop_rate = patch_drop_rate
         self.patch_drop = (
-            PatchDropout(patch_drop_rate, num_prefix_tokens=0, ordered=True)
-            if patch_drop_rate > 0
-            else nn.Identity()
+            PatchDropout(patch_drop_rate, num_prefix_tokens=0, ordered=True) if patch_drop_rate > 0 else nn.Identity()
         )
         self.pos_drop = nn.Dropout(p=pos_drop_rate)
         self.blocks = nn.Sequential(
@@ -234,8 +228,7 @@ class VisionLonghorn(GridAware):
         )
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [
-            {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": reduction}
-            for i in range(depth)
+            {"module": f"blocks.{i}", "num_chs": embed_dim, "reduction": reduction} for i in range(depth)
         ]
         use_fc_norm = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
         self.norm = nn.Identity() if use_fc_norm else norm_layer(embed_dim, **dd)
@@ -328,9 +321,7 @@ class VisionLonghorn(GridAware):
         x, layout = self._sequence(x.flatten(1, 2), grid)
         return x, layout, grid, feat_shape
 
-    def _sequence(
-        self, x: Tensor, grid: list[int], keep: Tensor | None = None
-    ) -> tuple[Tensor, TokenLayout | None]:
+    def _sequence(self, x: Tensor, grid: list[int], keep: Tensor | None = None) -> tuple[Tensor, TokenLayout | None]:
         """Add positions to patches (B, N, C) of a grid, and insert the class token in the middle.
 
         ``keep``, ascending indices (B, n), selects the patches that stay. Without it, training drops patches at
@@ -342,9 +333,7 @@ class VisionLonghorn(GridAware):
         pos_embed = self.pos_embed
         if self.dynamic_img_size or self.resize_below_scale > 0:
             own_grid = self.patch_embed.grid_size
-            pos_embed = resample_pos_embed(
-                pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens
-            )
+            pos_embed = resample_pos_embed(pos_embed, grid, [own_grid[0], own_grid[1]], self.num_prefix_tokens)
         layout: TokenLayout | None = self._layout(grid, x)
         x = x + pos_embed[:, self.num_prefix_tokens :]
         if keep is not None or (self.training and self.patch_drop_rate > 0):
@@ -354,9 +343,7 @@ class VisionLonghorn(GridAware):
             x = class_token_to_middle(x, self.cls_token + pos_embed[:, :1])
         return self.pos_drop(x), layout
 
-    def _final_tokens(
-        self, x: Tensor, layout: TokenLayout | None, grid: list[int], feat_shape: list[int]
-    ) -> Tensor:
+    def _final_tokens(self, x: Tensor, layout: TokenLayout | None, grid: list[int], feat_shape: list[int]) -> Tensor:
         """Return the result of ``forward_features``, given the results of ``_embed``."""
         for block in self.blocks:
             if self.grad_checkpointing and not torch.jit.is_scripting():
@@ -414,16 +401,12 @@ class VisionLonghorn(GridAware):
         """
         grids = "any" if self.dynamic_img_size else self.patch_embed.grid_size
         if x.ndim != 4 or x.shape[3] != self.embed_dim or grids not in ("any", tuple(x.shape[1:3])):
-            raise ValueError(
-                f"patches must be (B, H, W, {self.embed_dim}) of {grids} grid, got {tuple(x.shape)}"
-            )
+            raise ValueError(f"patches must be (B, H, W, {self.embed_dim}) of {grids} grid, got {tuple(x.shape)}")
         grid = [x.shape[1], x.shape[2]]
         if keep is None:
             return self._final_tokens(*self._sequence(x.flatten(1, 2), grid), grid, grid)
         if self.training and self.patch_drop_rate > 0:
-            raise ValueError(
-                f"keep must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}"
-            )
+            raise ValueError(f"keep must be None while patches are dropped, patch_drop_rate = {self.patch_drop_rate}")
         check_keep(keep, x)
         ascending, order = keep.sort(1)
         x = self._final_tokens(*self._sequence(x.flatten(1, 2), grid, ascending), grid, grid)
@@ -576,9 +559,7 @@ class VisionLonghorn(GridAware):
             # Construction derives the norm's place from the pooling: keep it for a rebuild.
             update_model_args(self, fc_norm=not isinstance(self.fc_norm, nn.Identity))
         self.num_classes = num_classes
-        self.head = (
-            nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        )
+        self.head = nn.Linear(self.embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         if num_classes > 0:
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
@@ -641,9 +622,7 @@ class VisionLonghorn(GridAware):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
-    ) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
             destination._metadata[prefix[:-1]]["grid_size"] = self.patch_embed.grid_size

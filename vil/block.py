@@ -70,9 +70,7 @@ class BidirectionalMixer(nn.Module):
         """
         super().__init__()
         if recurrence not in reference.RECURRENCES:
-            raise ValueError(
-                f"recurrence must be one of {reference.RECURRENCES}, got {recurrence!r}"
-            )
+            raise ValueError(f"recurrence must be one of {reference.RECURRENCES}, got {recurrence!r}")
         dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         sizes = {"d_state": d_state, "d_conv": d_conv, "expand": expand, "dt_rank": dt_rank}
         for name, size in sizes.items():
@@ -126,9 +124,7 @@ class BidirectionalMixer(nn.Module):
         self.proj.reset_parameters()
         self.proj.weight.div_(math.sqrt(self.depth))
 
-    def _save_to_state_dict(
-        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
-    ) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if hasattr(destination, "_metadata"):  # only present when PyTorch created `destination`
             destination._metadata[prefix[:-1]]["recurrence"] = self.recurrence
@@ -169,9 +165,7 @@ class BidirectionalMixer(nn.Module):
                 the export has ``dynamo=False``.
         """
         if attn_mask is not None or is_causal:
-            raise ValueError(
-                "attn_mask must be None and is_causal False: both directions of the scan read all tokens"
-            )
+            raise ValueError("attn_mask must be None and is_causal False: both directions of the scan read all tokens")
         xz = self.in_proj(x)  # (B, L, 2E)
         A = None if self.A_log is None else -torch.exp(self.A_log)
         own = fit(self.conv_weight, self.x_proj_weight, A, layout, self.recurrence, self.dt_rank)
@@ -211,9 +205,7 @@ class BidirectionalMixer(nn.Module):
         return params, Order(own.order, own.cls_index, own.tokens_per_ref)
 
     @torch.jit.unused
-    def _without_operator(
-        self, xz: Tensor, params: mixer.MixerParams, order: Order
-    ) -> Tensor | None:
+    def _without_operator(self, xz: Tensor, params: mixer.MixerParams, order: Order) -> Tensor | None:
         """Return the first output of ``vil::mixer`` for transforms and exporters that take no operator, else None."""
         if in_forward_mode():
             *tensors, cls_weight = params

@@ -66,10 +66,7 @@ def adapt(
     if patches is not None and resample_patches and patches.shape[2:] != own.shape[2:]:
         size = [own.shape[2], own.shape[3]]
         adapted[prefix + _PATCHES] = resample_patch_embed(patches, size, verbose=True)
-    elif (
-        patches is not None
-        and patches.shape[:1] + patches.shape[2:] != own.shape[:1] + own.shape[2:]
-    ):
+    elif patches is not None and patches.shape[:1] + patches.shape[2:] != own.shape[:1] + own.shape[2:]:
         raise ValueError(
             f"{_PATCHES} has shape {tuple(patches.shape)} in the state dict, but "
             f"{tuple(own.shape)} in the model; vil.load(path) creates the model of a checkpoint"
@@ -84,9 +81,7 @@ def adapt(
     return adapted
 
 
-def adapt_inside(
-    state_dict: dict[str, Tensor], model: nn.Module, prefix: str, metadata: dict[str, Any]
-) -> None:
+def adapt_inside(state_dict: dict[str, Tensor], model: nn.Module, prefix: str, metadata: dict[str, Any]) -> None:
     """Adapt the state dict of ``_load_from_state_dict`` in place.
 
     A filter function is not enough: timm applies none to ``checkpoint_path``, and other packages load state dicts of
@@ -194,9 +189,7 @@ def _resized_pos_embed(
     return resampled, grid
 
 
-def _grid_of_arguments(
-    model: nn.Module, weight: Tensor | None, patches: int
-) -> tuple[int, int] | None:
+def _grid_of_arguments(model: nn.Module, weight: Tensor | None, patches: int) -> tuple[int, int] | None:
     """Compute a checkpoint's grid from the arguments of its model; None if the number of patches differs.
 
     Args:
@@ -208,9 +201,7 @@ def _grid_of_arguments(
     if weight is None or arguments.get("patch_stride") is None:
         return get_pretrained_grid_size(model, weight, patches)
     sizes = arguments.get("img_size") or model.pretrained_cfg["input_size"][-2:]
-    lengths = zip(
-        to_2tuple(sizes), weight.shape[-2:], to_2tuple(arguments["patch_stride"]), strict=True
-    )
+    lengths = zip(to_2tuple(sizes), weight.shape[-2:], to_2tuple(arguments["patch_stride"]), strict=True)
     grid = tuple((size - patch) // stride + 1 for size, patch, stride in lengths)
     return grid if math.prod(grid) == patches else None
 
@@ -264,9 +255,7 @@ def _stack_directions(mixer: str, official: dict[str, Tensor]) -> dict[str, Tens
     for ours, names in _STACKED.items():
         missing = [name for name in names if name not in official]
         if len(missing) == 1:
-            raise ValueError(
-                f"the checkpoint has only one direction: {mixer}{missing[0]} is missing"
-            )
+            raise ValueError(f"the checkpoint has only one direction: {mixer}{missing[0]} is missing")
         if not missing:
             pair = torch.stack([official[name] for name in names])
             stacked[mixer + ours] = pair.squeeze(2) if ours == "conv_weight" else pair

@@ -108,9 +108,7 @@ def pooled_reads(model: nn.Module, images: Tensor, matrix: Tensor) -> Tensor:
     prefix = backbone.num_prefix_tokens
     expected = (len(images), *(H * W + prefix,) * 2)
     if tuple(matrix.shape) != expected:
-        raise ValueError(
-            f"matrix must be (B, L, L) = {expected} for these images, got {tuple(matrix.shape)}"
-        )
+        raise ValueError(f"matrix must be (B, L, L) = {expected} for these images, got {tuple(matrix.shape)}")
     pools_class_token = backbone.global_pool == "token"
     row = matrix[:, 0] if pools_class_token else matrix[:, prefix:].mean(1)
     return row[:, prefix:].unflatten(1, (H, W))
@@ -136,9 +134,7 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
     xz = mixer.in_proj(tokens)
     with torch.autocast(xz.device.type, enabled=False):
         A = None if mixer.A_log is None else -torch.exp(mixer.A_log)
-        own = fit(
-            mixer.conv_weight, mixer.x_proj_weight, A, layout, mixer.recurrence, mixer.dt_rank
-        )
+        own = fit(mixer.conv_weight, mixer.x_proj_weight, A, layout, mixer.recurrence, mixer.dt_rank)
         params, order = mixer.arguments(own)
         plan = mixer_plan(xz, params, mixer.recurrence, order, backend=reference)
         args, _ = scan_args(plan, xz, params, order)
@@ -160,9 +156,7 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
         for direction in directions:
             unit[direction] = F.one_hot(sources, L).to(unit)[:, None, :, None]
         repeated = {
-            name: tensor.unsqueeze(-4)
-            .expand(*tensor.shape[:-3], n, *tensor.shape[-3:])
-            .flatten(-4, -3)
+            name: tensor.unsqueeze(-4).expand(*tensor.shape[:-3], n, *tensor.shape[-3:]).flatten(-4, -3)
             for name in ("dt", "q", "k", "z")
             for tensor in [getattr(scan.args, name)]
         }

@@ -19,10 +19,12 @@ def param_groups(
         lr: Learning rate of the parameters above the blocks, such as those of a head.
         weight_decay: Weight decay of matrices. Vectors and what a backbone's ``no_weight_decay()`` names have none.
         layer_decay: Factor from a block's learning rate to the one below, above 0 and at most 1. With D blocks, block i
-            has lr layer_decay^(D - i), and the embeddings have lr layer_decay^(D + 1), as in BEiT and ViTDet. None is 1.
+            has lr layer_decay^(D - i), and the embeddings have lr layer_decay^(D + 1), as in BEiT and ViTDet. None is
+            1.
 
     Returns:
-        Groups for any optimizer of PyTorch, without frozen parameters, each with ``params``, ``lr`` and ``weight_decay``.
+        Groups for any optimizer of PyTorch, without frozen parameters, each with ``params``, ``lr`` and
+        ``weight_decay``.
 
     Raises:
         ValueError: If ``layer_decay`` is out of its range, or is not 1 although no backbone defines its layers.
@@ -39,12 +41,8 @@ def param_groups(
         names = backbone.no_weight_decay() if hasattr(backbone, "no_weight_decay") else ()
         undecayed |= {id(named[name]) for name in names if name in named}
         # "" matches no layer, so it is where a head would be.
-        layers = group_with_matcher(
-            [*named.items(), ("", None)], backbone.group_matcher(), reverse=True
-        )
-        rate |= {
-            id(p): lr * layer_decay ** (layers[""] - layers[name]) for name, p in named.items()
-        }
+        layers = group_with_matcher([*named.items(), ("", None)], backbone.group_matcher(), reverse=True)
+        rate |= {id(p): lr * layer_decay ** (layers[""] - layers[name]) for name, p in named.items()}
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:

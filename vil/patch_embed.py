@@ -19,9 +19,7 @@ torch.fx.wrap("resize_images")  # FX cannot follow its branches
 
 @torch.fx.wrap
 @register_notrace_function
-def _of_whole_patches(
-    images: Tensor, patch_size: tuple[int, int], stride: tuple[int, int]
-) -> Tensor:
+def _of_whole_patches(images: Tensor, patch_size: tuple[int, int], stride: tuple[int, int]) -> Tensor:
     """Return the images (B, in_chans, height, width); raise AssertionError unless whole patches cover them.
 
     Raise ValueError in an ONNX export of dynamic sizes, whose program could not raise an error. Returning the images
@@ -65,9 +63,7 @@ def _lacking(size: int, patch: int, stride: int) -> int:
 class OverlapPatchEmbed(PatchEmbed):
     """timm's patch embedding with a separate stride and without silent cropping of odd image sizes."""
 
-    def __init__(
-        self, patch_size: int | tuple[int, int], stride: int | tuple[int, int] | None, **kwargs: Any
-    ) -> None:
+    def __init__(self, patch_size: int | tuple[int, int], stride: int | tuple[int, int] | None, **kwargs: Any) -> None:
         """Create the embedding.
 
         Args:

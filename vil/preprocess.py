@@ -95,9 +95,7 @@ class ImageSpec:
     def __post_init__(self) -> None:
         """Raise ValueError for a value that is out of range; files from outside may have any."""
         if self.in_chans not in _MODES:
-            raise ValueError(
-                f"images can be prepared for 1 or 3 channels, got a model of {self.in_chans}"
-            )
+            raise ValueError(f"images can be prepared for 1 or 3 channels, got a model of {self.in_chans}")
         allowed = {key: f"one of {', '.join(map(str, own))}" for key, own in _CHOICES.items()}
         wrong = [key for key, own in _CHOICES.items() if getattr(self, key) not in own]
         for key, low in (("mean", 0.0), ("std", 1e-9)):
@@ -356,9 +354,7 @@ def to_planes(image: Image.Image) -> Tensor:
     return torch.frombuffer(planes, dtype=torch.uint8).view(-1, image.height, image.width)
 
 
-def accepting_tensors(
-    recipe: transforms.Compose, max_pixels: int = MAX_PIXELS
-) -> transforms.Compose:
+def accepting_tensors(recipe: transforms.Compose, max_pixels: int = MAX_PIXELS) -> transforms.Compose:
     """Make a recipe of timm take results of ``ImageSpec.decode``, in place.
 
     Its first step resizes tensors by torchvision. It raises ValueError instead of enlarging an
@@ -428,10 +424,7 @@ def _of_eight_bits(image: Image.Image, form: str | None) -> Image.Image:
     """
     # Pillow reads 16-bit PPM as 32-bit; older versions also read 16-bit PNG this way.
     if not (image.mode.startswith("I;16") or (image.mode == "I" and form in ("PNG", "PPM"))):
-        raise ValueError(
-            f"{form} has pixels of mode {image.mode}, which has no defined range; "
-            f"expected 8 or 16 bits"
-        )
+        raise ValueError(f"{form} has pixels of mode {image.mode}, which has no defined range; expected 8 or 16 bits")
     values, transparent = np.asarray(image), image.info.get("transparency")
     grey = Image.fromarray((values >> 8).astype(np.uint8))
     if transparent is None:

@@ -117,8 +117,7 @@ class VisionLonghornPyramid(VisionLonghorn):
         super().__init__(dynamic_img_pad=dynamic_img_pad, **kwargs)
         if self.patch_drop_rate:
             raise ValueError(
-                f"patch_drop_rate must be 0 for a pyramid, whose maps have all patches, got "
-                f"{self.patch_drop_rate}"
+                f"patch_drop_rate must be 0 for a pyramid, whose maps have all patches, got {self.patch_drop_rate}"
             )
         if output_stride not in STRIDES[1:]:
             raise ValueError(f"output_stride must be 8, 16 or 32, got {output_stride}")
@@ -141,8 +140,7 @@ class VisionLonghornPyramid(VisionLonghorn):
             PyramidLevel(self.embed_dim, stride, to, **get_device_dtype(self)) for to in strides
         )
         self.feature_info = [
-            {"module": f"pyramid.{i}", "num_chs": self.embed_dim, "reduction": to}
-            for i, to in enumerate(strides)
+            {"module": f"pyramid.{i}", "num_chs": self.embed_dim, "reduction": to} for i, to in enumerate(strides)
         ]
 
     def _checked_blocks(self, blocks: Sequence[int] | None) -> tuple[int, ...]:
@@ -150,8 +148,7 @@ class VisionLonghornPyramid(VisionLonghorn):
         blocks = (-1,) * len(STRIDES) if blocks is None else tuple(blocks)
         if len(blocks) != len(STRIDES) or not all(-depth <= block < depth for block in blocks):
             raise ValueError(
-                f"pyramid_blocks must be {len(STRIDES)} indices from {-depth} to {depth - 1}, got "
-                f"{blocks}"
+                f"pyramid_blocks must be {len(STRIDES)} indices from {-depth} to {depth - 1}, got {blocks}"
             )
         return tuple(block % depth for block in blocks)
 

@@ -91,22 +91,16 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     DistributedDataParallel refuses parameters without a gradient.
     """
     model_cls, indices = VisionLonghorn, dense_indices(depth)
-    if variant.endswith(_PYRAMID) and (
-        kwargs.get("features_only") or kwargs.get("num_classes") == 0
-    ):
+    if variant.endswith(_PYRAMID) and (kwargs.get("features_only") or kwargs.get("num_classes") == 0):
         model_cls, indices = VisionLonghornPyramid, tuple(range(len(STRIDES)))
         feature_cls = kwargs.get("feature_cls", "getter")
         if getattr(feature_cls, "func", feature_cls) not in ("getter", FeatureGetterNet):
-            raise ValueError(
-                f'feature_cls must be "getter" to return the maps of a pyramid, got {feature_cls!r}'
-            )
+            raise ValueError(f'feature_cls must be "getter" to return the maps of a pyramid, got {feature_cls!r}')
     elif variant.endswith(_PYRAMID):
         kwargs.setdefault("dynamic_img_pad", True)
         for name in ("pyramid_blocks", "output_stride"):
             if name in kwargs:
-                raise ValueError(
-                    f"{name} needs features_only=True or num_classes=0, got a model with a head"
-                )
+                raise ValueError(f"{name} needs features_only=True or num_classes=0, got a model with a head")
     out_indices = kwargs.pop("out_indices", None)
     feature_cfg = {
         "out_indices": indices if out_indices is None else out_indices,
@@ -115,9 +109,7 @@ def _create(variant: str, pretrained: bool, depth: int = 24, **kwargs: Any) -> V
     if "output_fmt" in kwargs:
         feature_cfg["output_fmt"] = form = kwargs.pop("output_fmt")
         if form not in ("NCHW", "NLC") or not kwargs.get("features_only"):
-            raise ValueError(
-                f'output_fmt must be "NCHW" or "NLC", with features_only=True, got {form!r}'
-            )
+            raise ValueError(f'output_fmt must be "NCHW" or "NLC", with features_only=True, got {form!r}')
     model = build_model_with_cfg(
         model_cls,
         variant,

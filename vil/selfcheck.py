@@ -157,9 +157,7 @@ def _scan(*arguments: object) -> tuple[Tensor, Tensor]:
     return ops._scan_one_direction(arguments[:8], *arguments[8:])
 
 
-def _mixer(
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence
-) -> Tensor:
+def _mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence) -> Tensor:
     """Run the mixer at a grid other than the trained one, where the convolution follows an index order."""
     layout = token_layout(*GRID, 1, WIDTH, xz)
     own = fit(conv_weight, x_proj_weight, A, layout, recurrence, dt_weight.shape[2])
@@ -206,9 +204,7 @@ def _error(backend: str, device: str, dtype: torch.dtype, number: int) -> float:
         return largest_error(next(itertools.islice(cases(dtype), number, None)), dtype, device)
 
 
-def _errors(
-    backend: str, device: str, dtype: torch.dtype
-) -> Iterator[tuple[Case, float | None, str]]:
+def _errors(backend: str, device: str, dtype: torch.dtype) -> Iterator[tuple[Case, float | None, str]]:
     """Yield each case, its error, None if the backend does not support it, and what ended its process, if it did.
 
     Another process runs the cases: after an illegal access, every later CUDA call of a process fails.
@@ -262,9 +258,7 @@ def main() -> int:
     print(f"{platform.machine()}, {device}; python {platform.python_version()}, {versions}")
     backends = available_backends()
     if not backends:
-        print(
-            "only the reference backend is available; pip install numba for CPUs, triton for GPUs"
-        )
+        print("only the reference backend is available; pip install numba for CPUs, triton for GPUs")
         return 1
     totals = [check(backend, device) for backend, device in backends.items()]
     passed, failed = (sum(counts) for counts in zip(*totals, strict=True))

@@ -116,9 +116,7 @@ def resize_images(
 
 
 @register_notrace_function
-def resample_pos_embed(
-    pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix: int
-) -> Tensor:
+def resample_pos_embed(pos_embed: Tensor, grid: list[int], own_grid: list[int], num_prefix: int) -> Tensor:
     """Resample a position embedding (1, L, C) to another grid.
 
     While exporting, timm's function resamples even to the same grid, so that the program does not depend on the size of
@@ -340,7 +338,7 @@ def token_layout(
 
 @torch.jit.unused
 def _check_exports(grid: list[int], taps: int, overlapping: bool) -> None:
-    """Raise ValueError for a dynamic grid, which the tables of a program, and areas of overlapping patches, are not for."""
+    """Raise ValueError for a dynamic grid where tables, or areas of overlapping patches, depend on it."""
     if any(isinstance(size, torch.SymInt) for size in grid) and (taps > 0 or overlapping):
         raise ValueError(_NOT_ANY)
 
@@ -388,10 +386,8 @@ def _(grids: Sequence[int], taps: int, like: Tensor) -> tuple[Tensor, ...]:
     return tuple(like.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True))
 
 
-def _tensors(
-    grids: tuple[int, ...], taps: int, device: torch.device, pinned: bool = False
-) -> tuple[Tensor, ...]:
-    """Return order, taps, cls_index and cls_taps of a ``TokenLayout``; dynamic sizes become constants of the program."""
+def _tensors(grids: tuple[int, ...], taps: int, device: torch.device, pinned: bool = False) -> tuple[Tensor, ...]:
+    """Return order, taps, cls_index and cls_taps of a ``TokenLayout``; dynamic sizes become constants."""
     order, resampling, reads, shares = _tables(_Grids(*map(operator.index, grids)), taps)
     with torch.inference_mode(False):  # else training could not save tensors made in evaluation
         made = (
@@ -465,9 +461,7 @@ def _by_phases(grids: _Grids, phases: tuple[int, int], gap: int) -> list[int]:
     H, W, order = grids.H, grids.W, []
     for row, column in itertools.product(range(phases[0]), range(phases[1])):
         order += [-1] * gap if order else []
-        for patch in (
-            i * W + j for i in range(row, H, phases[0]) for j in range(column, W, phases[1])
-        ):
+        for patch in (i * W + j for i in range(row, H, phases[0]) for j in range(column, W, phases[1])):
             order.append(patch + (patch >= H * W // 2) * grids.class_token)
     return order
 
@@ -553,15 +547,11 @@ class GridAware(nn.Module):
         if grid_aware not in (True, False, "dt"):
             raise ValueError(f'grid_aware must be True, False or "dt", got {grid_aware!r}')
         if not 0 <= resize_below_scale < math.inf:
-            raise ValueError(
-                f"resize_below_scale must be finite and at least 0, got {resize_below_scale}"
-            )
+            raise ValueError(f"resize_below_scale must be finite and at least 0, got {resize_below_scale}")
         if ref_feat_shape is None:
             sizes = zip(self.patch_embed.img_size, self.patch_embed.patch_size, strict=True)
             ref_feat_shape = tuple(-(size // -patch) for size, patch in sizes)
-        if len(ref_feat_shape) != 2 or not all(
-            1 <= operator.index(size) < 1 << _BITS for size in ref_feat_shape
-        ):
+        if len(ref_feat_shape) != 2 or not all(1 <= operator.index(size) < 1 << _BITS for size in ref_feat_shape):
             raise ValueError(
                 f"ref_feat_shape must be (rows, columns), each from 1 to {(1 << _BITS) - 1}, got {ref_feat_shape}"
             )
@@ -669,9 +659,7 @@ class GridAware(nn.Module):
             )
 
     @torch.jit.ignore
-    def reshape_transform(
-        self, tokens: Tensor, height: int | None = None, width: int | None = None
-    ) -> Tensor:
+    def reshape_transform(self, tokens: Tensor, height: int | None = None, width: int | None = None) -> Tensor:
         """Arrange the tokens inside the blocks as a feature map, for hooks and pytorch-grad-cam.
 
         Args:

@@ -38,9 +38,7 @@ def check_keep(keep: Tensor, patches: Tensor) -> None:
     B, H, W, _ = patches.shape
     shape = tuple(keep.shape)
     if keep.dtype != torch.int64 or len(shape) != 2 or shape[0] != B or not 1 <= shape[1] <= H * W:
-        raise ValueError(
-            f"keep must be int64 (B, n), B = {B} and n from 1 to {H * W}, got {keep.dtype} {shape}"
-        )
+        raise ValueError(f"keep must be int64 (B, n), B = {B} and n from 1 to {H * W}, got {keep.dtype} {shape}")
     numbers = keep.sort(1)[0]
     right = (numbers[:, 0] >= 0) & (numbers[:, -1] < H * W) & (numbers.diff() != 0).all(1)
     message = f"keep must have distinct indices 0 to {H * W - 1} in each image"

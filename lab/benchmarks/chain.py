@@ -53,9 +53,7 @@ def parse(listing: str) -> tuple[list[Instruction], list[tuple[int, int]]]:
     for line in listing.splitlines():
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = len(found)
-        elif match := re.match(
-            r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?\w+ +)?([A-Z][\w.]*)\s*([^;]*);", line
-        ):
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(@!?\w+ +)?([A-Z][\w.]*)\s*([^;]*);", line):
             branch = re.search(r"`\((\.L\w+)\)", match[3]) if match[2].startswith("BRA") else None
             start = labels.get(branch[1]) if branch else None
             # A branch to itself is the trap behind every kernel's end; only padding follows it.
@@ -87,8 +85,9 @@ def simulate(body: Sequence[Instruction]) -> tuple[int, dict[str, int]]:
 def wavefronts(body: Iterable[Instruction]) -> int:
     """Return the cycles for which a warp's iteration occupies the data path of shared memory and the L1 cache.
 
-    A multiprocessor has one such path. Lanes that read the same number occupy it as if they read different ones. In both
-    backward passes of commit f9610ec, Nsight Compute counted 6 % more on an H100, which were 57 and 59 % of the time.
+    A multiprocessor has one such path. Lanes that read the same number occupy it as if they read different ones. In
+    both backward passes of commit f9610ec, Nsight Compute counted 6 % more on an H100, which were 57 and 59 % of the
+    time.
     """
     found = 0
     for instruction in body:

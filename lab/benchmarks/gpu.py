@@ -5,8 +5,8 @@
     python -m lab.benchmarks.gpu --show [RECORD]   # default: results/h100.json; also h200.json, h200_graphs.json
     python -m lab.benchmarks.gpu --fill 90         # without a GPU: compile the kernels for this architecture
 
-The parts run in the order of ``PARTS``, the most important first, each in its own processes and for a limited time. So a
-failure costs only its part. A part that the end of a call interrupts is resumed by the next call. Records, logs and
+The parts run in the order of ``PARTS``, the most important first, each in its own processes and for a limited time. So
+a failure costs only its part. A part that the end of a call interrupts is resumed by the next call. Records, logs and
 Triton's cache are in ``--output``, which you may copy to another machine before the next call.
 
 All numbers are bfloat16 autocast on one GPU. Models are timed by whole steps, scans and kernels by the GPU's own time.
@@ -96,10 +96,7 @@ PARTS = (
     Part(
         "training",
         240,
-        " && ".join(
-            f"{_TRAIN} --run.output '{{output}}/training-{run}' {more}"
-            for run, more in TRAINED.items()
-        ),
+        " && ".join(f"{_TRAIN} --run.output '{{output}}/training-{run}' {more}" for run, more in TRAINED.items()),
     ),
     Part(
         "small models",
@@ -199,9 +196,7 @@ def _csv(path: Path) -> Rows:
 def _steps(run: str, own: Rows, eager: Rows) -> dict[str, Any]:
     """Return the median time of a step, without the first epoch, and whether the losses are eager mode's."""
     later = [row for row in own if row["epoch"] != "1"] or own
-    speed, wait = (
-        statistics.median(float(row[key]) for row in later) for key in ("images_per_s", "data_wait")
-    )
+    speed, wait = (statistics.median(float(row[key]) for row in later) for key in ("images_per_s", "data_wait"))
     same = [row["loss"] for row in own] == [row["loss"] for row in eager]
     return {"way": run, "ms": 128e3 / speed, "data_wait": wait, "losses_of_eager": same}
 
@@ -227,14 +222,10 @@ def models(rows: Rows) -> str:
     for peer in dict.fromkeys(r["model"] for r in rows if r["model"].startswith("deit")):
         family = peer.split("_")[1]  # tiny or small
         own = [r | {"name": f"{r['model']}, {r['way']}"} for r in rows if family in r["model"]]
-        names, columns, cells = _by(
-            [r for r in own if not r["error"]], "name", ("pass", "size", "batch")
-        )
+        names, columns, cells = _by([r for r in own if not r["error"]], "name", ("pass", "size", "batch"))
         body = []
         for key, scale, form in (("seconds", 1e3, "{:,.1f} ms"), ("bytes", 2**-20, "{:,.0f} MiB")):
-            own = [
-                (name, column, cell[key]) for (name, column), cell in cells.items() if key in cell
-            ]
+            own = [(name, column, cell[key]) for (name, column), cell in cells.items() if key in cell]
             peers = [(column, value) for name, column, value in own if name.startswith(peer)]
             values = {(name, column): value for name, column, value in own}
             for name in names:
@@ -245,9 +236,7 @@ def models(rows: Rows) -> str:
                     if value is None:
                         line.append("")
                     else:
-                        line.append(
-                            form.format(scale * value) if value == best else f"{value / best:.2f}"
-                        )
+                        line.append(form.format(scale * value) if value == best else f"{value / best:.2f}")
                 if any(line) and (key == "seconds" or "+" not in name):  # memory is eager mode's
                     body.append([f"{'time' if key == 'seconds' else 'memory'}, {name}", *line])
         heads = ["", *(f"{p}, {px} px, batch {batch}" for p, px, batch in columns)]
@@ -264,9 +253,7 @@ def hours(rows: Rows) -> str:
         line = []
         for row in (cells.get((name, way)) for way in ways):
             one = IMAGENET * EPOCHS / row["batch"] * row["seconds"] / 3600 if row else 0
-            line.append(
-                f"{1e3 * row['seconds']:.0f} ms: {one:.0f} h, {one / 8:.1f} h" if row else ""
-            )
+            line.append(f"{1e3 * row['seconds']:.0f} ms: {one:.0f} h, {one / 8:.1f} h" if row else "")
         body.append([name, *line])
     heads = ["step, hours on 1 and on 8 GPUs", *(way for (way,) in ways)]
     return table(heads, body) if body else ""
@@ -287,9 +274,9 @@ def scans(rows: Rows) -> str:
 def kernels(rows: Rows) -> str:
     """Return microseconds of every kernel of a block at 224 px, batch 128.
 
-    In brackets, in percent: the time that its bytes need at the speed of a copy (lab.benchmarks.traffic), issue slots used,
-    time in which a warp waits for global loads, and time in which the data path of shared memory and the L1 cache is busy
-    (the last three from Nsight Compute).
+    In brackets, in percent: the time that its bytes need at the speed of a copy (lab.benchmarks.traffic), issue slots
+    used, time in which a warp waits for global loads, and time in which the data path of shared memory and the L1 cache
+    is busy (the last three from Nsight Compute).
     """
     names, columns, cells = _by(rows, "kernel", ("model", "pass"))
     body = []
@@ -297,10 +284,7 @@ def kernels(rows: Rows) -> str:
         line = [name]
         for column in columns:
             row = cells.get((name, column), {})
-            shares = [
-                row.get(key, "-")
-                for key in ("bytes", "issue_slots", "waits_for_loads", "data_path")
-            ]
+            shares = [row.get(key, "-") for key in ("bytes", "issue_slots", "waits_for_loads", "data_path")]
             line.append(f"{row['us']:.0f}" if row else "")
             if set(shares) != {"-"}:
                 line[-1] += f" ({', '.join(map(str, shares))})"
@@ -314,9 +298,7 @@ def blocks(rows: Rows) -> str:
     body = []
     for place in places:
         found = (cells.get((place, name)) for name in names)
-        body.append(
-            [place, *(f"{r['before_us']:,.0f}, {r['us']:,.0f}" if r else "" for r in found)]
-        )
+        body.append([place, *(f"{r['before_us']:,.0f}, {r['us']:,.0f}" if r else "" for r in found)])
     return table(["", *(name for (name,) in names)], body)
 
 

@@ -40,9 +40,7 @@ from vil.training.files import write_text
 GPU = torch.cuda.is_available()
 DEVICE, BATCH, SIZE, REPEATS = ("cuda", 128, 224, 3) if GPU else ("cpu", 1, 32, 1)
 BLOCKS = 3  # whose times are averaged
-SHAPES = (
-    ((128, 197, 384), (64, 197, 768), (8, 4097, 384), (1, 4097, 384)) if GPU else ((1, 17, 64),)
-)
+SHAPES = ((128, 197, 384), (64, 197, 768), (8, 4097, 384), (1, 4097, 384)) if GPU else ((1, 17, 64),)
 TINY = ((128, 224, 224), (32, 512, 512), (8, 1024, 1024), (2, 2048, 2048))
 SMALL = ((64, 224, 224), (4, 1024, 1024))
 ISSUED = "smsp__issue_active.avg.pct_of_peak_sustained_active"
@@ -100,13 +98,7 @@ def _block_times(name: str, pass_name: str) -> dict[str, float]:
     times: dict[str, float] = defaultdict(float)
     for kernel, us in many.items():
         product = re.search("gemm|cutlass|nvjet|xmma|addmm|bmm", kernel, re.IGNORECASE)
-        group = (
-            kernel
-            if kernel in traffic.TOUCHES
-            else "matrix products"
-            if product
-            else "other of PyTorch"
-        )
+        group = kernel if kernel in traffic.TOUCHES else "matrix products" if product else "other of PyTorch"
         times[group] += (us - few.get(kernel, 0.0)) / BLOCKS
     return times
 
@@ -131,9 +123,7 @@ def _used(name: str) -> dict[str, Row]:
     units, *table = csv.DictReader(line for line in done.stdout.splitlines() if line[:1] == '"')
     found = {}
     for row in table:
-        issued, waited, latency, moved = (
-            float(row[key]) for key in (ISSUED, WAITED, LATENCY, MOVED)
-        )
+        issued, waited, latency, moved = (float(row[key]) for key in (ISSUED, WAITED, LATENCY, MOVED))
         waits = round(100 * waited / latency)
         found[row["Kernel Name"]] = {
             "issue_slots": round(issued),
@@ -248,9 +238,7 @@ class Longhorn(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         *inputs, states, out = ctx.saved_tensors
         k, gradient = inputs[2], gradient.contiguous()
-        dx, dq, dk, ddt, dskip, dz, dbias, dkk = Longhorn.module.online_bwd(
-            *inputs, gradient, states, out, None
-        )
+        dx, dq, dk, ddt, dskip, dz, dbias, dkk = Longhorn.module.online_bwd(*inputs, gradient, states, out, None)
         dk = (dk + dkk.sum(1, keepdim=True).unsqueeze(1) * 2.0 * k).to(k)
         return dx, dz, ddt, dq.squeeze(1), dk.squeeze(1), dskip, dbias
 

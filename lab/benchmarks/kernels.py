@@ -85,9 +85,7 @@ def target(arch: str) -> None:
     forget_plans()  # made for the previous architecture
 
 
-def launches(
-    name: str, batch_size: int, img_size: int, trained_size: int, **arguments: Any
-) -> dict[str, list[Launch]]:
+def launches(name: str, batch_size: int, img_size: int, trained_size: int, **arguments: Any) -> dict[str, list[Launch]]:
     """Return the launches of a bfloat16 step in each mode, "train" and "eval", without running them.
 
     Args:
@@ -110,9 +108,7 @@ def launches(
     return noted
 
 
-def compiled_kernels(
-    arch: str, models: Sequence[str], d_state: int = 16
-) -> Iterator[tuple[str, Any]]:
+def compiled_kernels(arch: str, models: Sequence[str], d_state: int = 16) -> Iterator[tuple[str, Any]]:
     """Compile each kernel that the models launch once; yield its name and Triton's compiled kernel.
 
     Args:
@@ -175,7 +171,7 @@ def _disassemble(cubin: bytes) -> tuple[int, str]:
         return int(re.search(r"REG:(\d+)", usage)[1]), output_of("nvdisasm", "-c")
 
 
-COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops", "chain", "wavefronts", "waits for")  # fmt: skip
+COLUMNS = ("warps", "registers", "spills", "shared", "instructions", "loops", "chain", "wavefronts", "waits for")
 
 
 def table(found: dict[str, Figures]) -> str:

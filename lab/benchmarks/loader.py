@@ -122,9 +122,7 @@ def store(images: Iterable[bytes], root: Path) -> list[bytes]:
     return files
 
 
-def our_config(
-    root: Path, decoder: str, shards: bool, repeats: int, batch_size: int, workers: int
-) -> TrainConfig:
+def our_config(root: Path, decoder: str, shards: bool, repeats: int, batch_size: int, workers: int) -> TrainConfig:
     """Return the recipe's configuration for the stored images."""
     data = DataConfig(
         dataset="wds" if shards else "folder",
@@ -162,9 +160,7 @@ def run_timm(root: Path, shards: bool, batch_size: int, workers: int) -> Iterato
         )
     else:
         dataset = create_dataset("", root=str(root / "train"))
-    loader = create_loader(
-        dataset, (3, 224, 224), batch_size, num_workers=workers, device=CPU, **RECIPE
-    ).loader
+    loader = create_loader(dataset, (3, 224, 224), batch_size, num_workers=workers, device=CPU, **RECIPE).loader
     yield 0
     for _ in range(EPOCHS):
         for images, _ in loader:

@@ -113,9 +113,7 @@ def aot_inductor(name: str, cell: Row, folder: Path) -> Program:
     model, images = build(name, cell)
     program = torch.export.export(model.eval(), (images,))
     package = str(folder / f"{name}.pt2")
-    return torch._inductor.aoti_load_package(
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
-    )
+    return torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=package))
 
 
 def step_by(name: str, cell: Row, folder: Path) -> Step:
@@ -297,9 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(args.cell)))
         return 0
     budget = Budget(args.seconds)
-    protocol = {
-        key: getattr(args, key) for key in ("device", "dtype", "threads", "clock", "rounds")
-    }
+    protocol = {key: getattr(args, key) for key in ("device", "dtype", "threads", "clock", "rounds")}
     head = environment() | {"on": protocol.pop("device"), **protocol}
     rows: list[Row] = []
     if args.output and args.output.exists():
@@ -315,9 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += [cell | row for row in in_process(settings | cell)]
         print(table(rows[-len(args.models) :]), file=sys.stderr, flush=True)
         if args.output:
-            write_text(
-                args.output, json.dumps({"environment": head, "rows": rows}, indent=1) + "\n"
-            )
+            write_text(args.output, json.dumps({"environment": head, "rows": rows}, indent=1) + "\n")
     print(table(rows))
     if missing:
         return UNFINISHED

@@ -49,9 +49,7 @@ def main() -> None:
     rows = [row for path in records for row in json.loads(path.read_text())["rows"]]
     plt.rcParams |= {"font.size": 16, "svg.hashsalt": "cost"}
     figure, (time, memory) = plt.subplots(2, 1, figsize=(7, 8.4), layout="constrained")
-    inference, training = (
-        [row for row in rows if row["pass"] == name] for name in ("inference", "training")
-    )
+    inference, training = ([row for row in rows if row["pass"] == name] for name in ("inference", "training"))
     draw(time, "CPU seconds to classify one image", inference, "seconds", 1)
     draw(memory, "GiB of memory to train on one image", training, "bytes", 2**30)
     memory.set_xlabel("height and width of the image in pixels")

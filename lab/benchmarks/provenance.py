@@ -20,9 +20,7 @@ def revision() -> str:
         return os.environ["VIL_COMMIT"]
     folder = Path(__file__).parent
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always"], cwd=folder, capture_output=True, text=True, check=False
-        )
+        found = subprocess.run(["git", "describe", "--always"], cwd=folder, capture_output=True, text=True, check=False)
         changed = subprocess.run(
             ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)*/results/*.json"],
             cwd=folder,

@@ -132,9 +132,7 @@ def watch_memory(device: str) -> Callable[[], int]:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the kernel's peak
     except (OSError, AttributeError, TypeError) as error:
-        raise NotImplementedError(
-            f"this system does not report the peak memory of a process: {error}"
-        ) from error
+        raise NotImplementedError(f"this system does not report the peak memory of a process: {error}") from error
     before = _resident("VmRSS")
     return lambda: _resident("VmHWM") - before
 

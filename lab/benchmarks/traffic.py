@@ -146,9 +146,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.tokens, self.kernels, self._launches = tokens, [], launches
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Record an operation, or what our own and composite operations consist of."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a query about a tensor, no kernel
@@ -289,9 +287,7 @@ def count(name: str, img_size: int) -> tuple[int, dict[str, list[Kernel]], int]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="vil_tiny", metavar="MODEL")
     parser.add_argument("--img-size", type=int, default=224, help="pixels; default: 224")
     parser.add_argument("--fast-norm", action="store_true", help="as timm's scripts take it")

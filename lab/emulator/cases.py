@@ -44,11 +44,7 @@ class Case:
         """Name of the case, printed and matched by --only."""
         sizes = "-".join(f"{size}{getattr(self, size)}" for size in "BLDM")
         others = [f for f in fields(self) if f.name not in ("op", *"BLDM", "dtype", "quick")]
-        changed = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in others
-            if getattr(self, f.name) != f.default
-        ]
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in others if getattr(self, f.name) != f.default]
         return "-".join([self.op, sizes, self.dtype, *changed])
 
 
@@ -108,9 +104,7 @@ def _recurrence(c: Case) -> str:
     return {"exact": "longhorn_exact"}.get(c.op, c.op)
 
 
-def scan_reference(
-    c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
-) -> tuple[list, list]:
+def scan_reference(c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None) -> tuple[list, list]:
     """Return the outputs and gradients of the float64 reference."""
     from vil.kernels import reference
 
@@ -124,17 +118,12 @@ def scan_reference(
         with torch.no_grad():
             args = args._replace(z=None)
             ways = [ScanArgs(*(None if t is None else t[n : n + 1] for t in args)) for n in (0, 1)]
-            sums = [
-                reference.scan(way, _recurrence(c), n == 1, c.kappa_scale)[0]
-                for n, way in enumerate(ways)
-            ]
+            sums = [reference.scan(way, _recurrence(c), n == 1, c.kappa_scale)[0] for n, way in enumerate(ways)]
             outputs.append(sum(sums))
     return outputs, list(gradients)
 
 
-def scan_run(
-    c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None
-) -> tuple[list, list]:
+def scan_run(c: Case, inputs: ScanArgs, dout: torch.Tensor, dfinal: torch.Tensor | None) -> tuple[list, list]:
     """Return the outputs and gradients of the kernels."""
     from vil.kernels.interface import scan_key
     from vil.kernels.triton import backend
@@ -205,10 +194,7 @@ def conv_order(c: Case) -> torch.Tensor | None:
     """Return the tokens by phase, with gaps after each and without every fifth token, or None."""
     if not c.order:
         return None
-    phases = [
-        [t for t in range(phase, c.L, c.order) if t % 5 != 1] + [-1] * (c.K - 1)
-        for phase in range(c.order)
-    ]
+    phases = [[t for t in range(phase, c.L, c.order) if t % 5 != 1] + [-1] * (c.K - 1) for phase in range(c.order)]
     return torch.tensor([entry for phase in phases for entry in phase], dtype=torch.int32)
 
 

@@ -532,9 +532,7 @@ class Program:
         trans = int("trans" in m)
         base, offset = self._address(address)
         self.shared_unit = min(self.shared_unit, 2 if trans else 4)
-        slots = [
-            self._operand(base if register is None else register, "r") for register in registers
-        ]
+        slots = [self._operand(base if register is None else register, "r") for register in registers]
         self._emit(name, slots, f0=int(m[3][1]), f1=trans, imm=offset)
 
     def _op_shfl(self, m, ops):
@@ -603,15 +601,11 @@ class Program:
         sa, sb = int(ops[4]), int(ops[5])
         if abs(sa) != 1 or abs(sb) != 1:
             raise PTXError("scales")
-        if ops[6:] != (
-            ["0"] * (1 + shared) if kind else []
-        ):  # 16-bit operands must not be transposed
+        if ops[6:] != (["0"] * (1 + shared) if kind else []):  # 16-bit operands must not be transposed
             raise PTXError("transposed operand")
         line, regs = self._inflight or (self._line, set())
         self._inflight = (line, regs | set(d) | (set() if shared else set(a)))
-        self._emit(
-            "WGMMA", slots, f0=n, f1=shared | (sa < 0) << 1 | (sb < 0) << 2 | kind << 3, imm=imm
-        )
+        self._emit("WGMMA", slots, f0=n, f1=shared | (sa < 0) << 1 | (sb < 0) << 2 | kind << 3, imm=imm)
 
     def _op_bra(self, m, ops):
         if m not in ([], ["uni"]):

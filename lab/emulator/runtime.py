@@ -36,9 +36,7 @@ SHARED_LIMIT = {
 
 # Findings that are no fault on their own, and findings between them and failures.
 NOTES = {"SAMEVAL_WAW_G", "SAMEVAL_WAW_S", "CTA_SAMEVAL", "LANE_SAMEVAL", "UNDEF_TF32"}
-WARNINGS = {f"LANE_{kind}_{space}" for kind in ("RAW", "WAR", "WAW") for space in "GS"} | {
-    "INSTR_WAW"
-}
+WARNINGS = {f"LANE_{kind}_{space}" for kind in ("RAW", "WAR", "WAW") for space in "GS"} | {"INSTR_WAW"}
 
 
 @dataclass
@@ -136,9 +134,7 @@ def _memories(tensors) -> tuple[dict, list[ptx.Memory], list[str]]:
             if any(x < 0 for x in t.stride()):
                 raise NotImplementedError("negative strides")
             strides = (*(x * w for x in t.stride()), 1)
-            view = np.lib.stride_tricks.as_strided(
-                flags[t.storage_offset() * w :], (*t.shape, w), strides
-            )
+            view = np.lib.stride_tricks.as_strided(flags[t.storage_offset() * w :], (*t.shape, w), strides)
             view |= 2
         unit = min(t.element_size() for t in views)
         memories.append(ptx.Memory(key, size, flags, unit))
@@ -180,11 +176,7 @@ def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable)
         text = state.edit(text)
     program = ptx.decode(text)
     signature = list(src.signature.items())
-    values = [
-        (name, kind, arg)
-        for (name, kind), arg in zip(signature, args, strict=True)
-        if kind != "constexpr"
-    ]
+    values = [(name, kind, arg) for (name, kind), arg in zip(signature, args, strict=True) if kind != "constexpr"]
     tensors = [(name, arg) for name, kind, arg in values if kind.startswith("*")]
     storages, memories, names = _memories(tensors)
     params = _parameters(program, [value[1:] for value in values], storages)
@@ -212,9 +204,7 @@ def launch(src, metadata, grid: tuple[int, int, int], text: str, args: Iterable)
         raise RuntimeError(f"{key} sm_{state.arch}: {error}")
 
 
-def _in_orders(
-    execute: Callable, memories: list[ptx.Memory], names: list[str]
-) -> tuple[list[dict], int, str]:
+def _in_orders(execute: Callable, memories: list[ptx.Memory], names: list[str]) -> tuple[list[dict], int, str]:
     """Execute a launch with two orders and time slices of warps, on which results must not depend."""
     before = [ctypes.string_at(m.data, m.size) for m in memories]
     flags = [m.flags.copy() for m in memories]

@@ -216,9 +216,7 @@ def barriers(name: str, call: Callable) -> None:
     parts = re.split(r"(?=\tbar\.sync)", texts[0])
     missed, lanes = [], []
     for i in range(1, len(parts)):
-        broken = "".join(
-            [*parts[:i], parts[i].replace("bar.sync", "// bar.sync", 1), *parts[i + 1 :]]
-        )
+        broken = "".join([*parts[:i], parts[i].replace("bar.sync", "// bar.sync", 1), *parts[i + 1 :]])
         run_edited(call, lambda text, broken=broken: broken)
         if not failing() & EXCHANGES:
             # a barrier that only separates lanes of a warp is reported as LANE_*
@@ -244,9 +242,7 @@ def main(archs: list[int]) -> int:
         barriers("reductions", reduce)
         barriers("matmul", lambda: multiply(64, 64, 32, "tf32"))
         if arch == 90:  # newer GPUs have no wgmma
-            run_edited(
-                lambda: multiply(64, 64, 32, "tf32"), lambda text: text.replace(FENCE, "// fence")
-            )
+            run_edited(lambda: multiply(64, 64, 32, "tf32"), lambda text: text.replace(FENCE, "// fence"))
             is_reported("deleted proxy fence before wgmma", "PROXY_FENCE")
         runtime.clear()
     return _failures

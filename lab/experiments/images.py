@@ -119,9 +119,7 @@ DATA = {
     ),
 }
 WRITE: dict[str, Callable[[], None]] = {
-    "fractals": lambda: fractals.write(
-        OUTPUT / "fractals_64px", 16, {"train": 60, "val": 50}, size=64
-    ),
+    "fractals": lambda: fractals.write(OUTPUT / "fractals_64px", 16, {"train": 60, "val": 50}, size=64),
     "fractals_224": lambda: fractals.write(
         OUTPUT / "fractals_224px", 100, {"train": 300, "val": 50}, size=224, jobs=None
     ),
@@ -168,9 +166,7 @@ def train(
     for step in data.steps(0):
         setup.set_step(step.number)
         losses.append(train_step(setup, step, config).loss)
-        if len(losses) == data.num_steps or (
-            every_epoch and len(losses) % data.steps_per_epoch == 0
-        ):
+        if len(losses) == data.num_steps or (every_epoch and len(losses) % data.steps_per_epoch == 0):
             losses[-1].item()  # waits for the device
             seconds += clock() - start
             scores += [(seconds, *evaluate(setup.scoring_passes[:1], held_out))]

@@ -136,8 +136,7 @@ def run(recurrence: str, dim: int, lr: float, seed: int, **settings: Any) -> Row
 def training_batches(setting: Setting, seed: int, device: torch.device) -> list[Sequences]:
     """Return the batches of an epoch."""
     parts = [
-        sample_many(seed, setting.train_count, setting.length, k, setting.vocabulary).to(device)
-        for k in setting.pairs
+        sample_many(seed, setting.train_count, setting.length, k, setting.vocabulary).to(device) for k in setting.pairs
     ]
     splits = zip(*(part.split(setting.batch_size) for part in parts), strict=True)
     return [batch for batches in splits for batch in batches]
@@ -155,9 +154,7 @@ def main() -> int:
     add("--setting", choices=SETTINGS, default="short")
     add("--recurrences", nargs="+", choices=RECURRENCES, metavar="NAME", default=[*RECURRENCES])
     add("--dims", nargs="+", type=int, default=[64], help="channels")
-    add(
-        "--rates", nargs="+", type=float, default=RATES, help="learning rates; default: the paper's"
-    )
+    add("--rates", nargs="+", type=float, default=RATES, help="learning rates; default: the paper's")
     add("--seeds", nargs="+", type=int, default=[0])
     add("--jobs", type=int, default=1, help="runs at a time")
     add("--output", type=Path, default=Path("output/recall.json"), help="the record")

@@ -33,9 +33,7 @@ class Sequences(NamedTuple):
         return Sequences(*(tensor.to(device) for tensor in self))
 
 
-def sample(
-    generator: torch.Generator, count: int, length: int, pairs: int, vocabulary: int
-) -> Sequences:
+def sample(generator: torch.Generator, count: int, length: int, pairs: int, vocabulary: int) -> Sequences:
     """Draw sequences: k1 v1 k2 v2 ... and then the keys among zeros.
 
     Query i is at token 2 K + 2 g_i. The gaps g are drawn without replacement, in the order of the
@@ -83,9 +81,7 @@ def sample_many(seed: int, count: int, length: int, pairs: int, vocabulary: int)
 class LanguageModel(nn.Module):
     """Embedding, mixers with residuals, and a head that shares the embedding's weights."""
 
-    def __init__(
-        self, recurrence: str, vocabulary: int, dim: int, depth: int, d_state: int
-    ) -> None:
+    def __init__(self, recurrence: str, vocabulary: int, dim: int, depth: int, d_state: int) -> None:
         """Create a model.
 
         Args:

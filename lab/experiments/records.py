@@ -69,9 +69,7 @@ def dump(head: dict[str, Any], rows: Sequence[Row]) -> str:
     return json.dumps(head, indent=1)[:-2] + f',\n "runs": [\n{lines}\n ]\n}}\n'
 
 
-def run_all(
-    record: Record, function: Callable[..., Row], runs: Iterable[Row], jobs: int, budget: Budget
-) -> int:
+def run_all(record: Record, function: Callable[..., Row], runs: Iterable[Row], jobs: int, budget: Budget) -> int:
     """Add the missing runs to a record.
 
     Args:

@@ -149,9 +149,7 @@ class Mixer(nn.Module):
         super().__init__()
         inner = EXPAND * dim
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False)
-        self.conv_weight = nn.Parameter(
-            torch.empty(D_CONV, inner)
-        )  # the last tap: the token itself
+        self.conv_weight = nn.Parameter(torch.empty(D_CONV, inner))  # the last tap: the token itself
         self.conv_bias = nn.Parameter(torch.empty(inner))
         self.recurrence = RECURRENCES[recurrence](inner, d_state, math.ceil(dim / 16))
         self.D = nn.Parameter(torch.ones(inner))

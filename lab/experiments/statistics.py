@@ -51,9 +51,7 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     interval = found.confidence_interval(0.95)
     p = sign_flip(pairs) if len(pairs) >= SIGN_FLIP_SEEDS else float(found.pvalue)
     at_most = len(pairs) > _EXACT and p <= 2 / (_DRAWS + 1)
-    return Difference(
-        statistics.fmean(pairs), float(interval.low), float(interval.high), p, at_most
-    )
+    return Difference(statistics.fmean(pairs), float(interval.low), float(interval.high), p, at_most)
 
 
 def sign_flip(pairs: Sequence[float]) -> float:

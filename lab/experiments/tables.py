@@ -142,8 +142,7 @@ def by_seed(column: Column, rows: Sequence[Row], logarithm: bool) -> dict[int, f
     """Return each seed's mean of a figure over records and rates, or the mean of its base-2 logarithm."""
     found = {seed: column.numbers(own) for (seed,), own in groups(rows, ["seed"]).items()}
     return {
-        seed: statistics.fmean(map(math.log2, numbers) if logarithm else numbers)
-        for seed, numbers in found.items()
+        seed: statistics.fmean(map(math.log2, numbers) if logarithm else numbers) for seed, numbers in found.items()
     }
 
 
@@ -199,9 +198,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--each", "PATH", "a row for each key of dictionaries in a run"),
     ):
         add(option, nargs="+", default=[], metavar=value, help=what)
-    add(
-        "--tuned", metavar="FIGURE", help="the rate with the lowest mean of the seeds that chose it"
-    )
+    add("--tuned", metavar="FIGURE", help="the rate with the lowest mean of the seeds that chose it")
     add("--against", metavar="ROW", help="compare the last column with that of this row")
     add("--times", action="store_true", help="compare ratios: how many times fewer")
     add("--write", action="store_true", help="print all tables of docs/records.md anew, in place")

@@ -85,9 +85,7 @@ def arm(disks: Iterable[Path], fault: DiskFault | None, log: Path) -> None:
     numbers = [fault.first, _FOREVER if fault.lasts else fault.first]
     folders = "\n".join(map(str, disks)).encode()
     kind = KINDS.index(fault.kind)
-    if library.disk_faults_arm(
-        folders, fault.disk, kind, *map(ctypes.c_long, numbers), fault.error, told
-    ):
+    if library.disk_faults_arm(folders, fault.disk, kind, *map(ctypes.c_long, numbers), fault.error, told):
         raise RuntimeError(f"cannot count the calls about {folders}")
 
 

@@ -255,9 +255,7 @@ def thin(sites: list[str], every: int) -> list[int]:
     places = defaultdict(list)
     for place, site in enumerate(sites):
         places[site].append(place)
-    return sorted(
-        p for group in places.values() for p in group[min(every, len(group)) // 2 :: every]
-    )
+    return sorted(p for group in places.values() for p in group[min(every, len(group)) // 2 :: every])
 
 
 def _train(arguments: list[str], place: Path, fault: DiskFault | None, die: int) -> None:

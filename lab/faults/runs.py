@@ -99,8 +99,7 @@ def write_recipe(root: Path, case: Case, epochs: int = 3) -> Path:
         "optim": {"lr_base": 0.2, "model_ema_decay": 0.9},
         "schedule": {"epochs": epochs, "warmup_epochs": 1, "warmup_lr": 1e-4},
         # Folders accumulate gradients with two processes only, shards with one process only.
-        "run": CPU
-        | {"grad_accum_steps": 1 + ((case.dataset == "folder") == (case.processes == 2))},
+        "run": CPU | {"grad_accum_steps": 1 + ((case.dataset == "folder") == (case.processes == 2))},
     }
     path = root / f"{case.slug}-{epochs}.yaml"
     write_text(path, json.dumps(sections))  # JSON is YAML
@@ -130,9 +129,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 def differing(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """Name the parts that differ in any bit."""
-    return [
-        name for name in expected | found if _bits(expected.get(name)) != _bits(found.get(name))
-    ]
+    return [name for name in expected | found if _bits(expected.get(name)) != _bits(found.get(name))]
 
 
 def _bits(value: Any) -> str:

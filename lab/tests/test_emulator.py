@@ -23,9 +23,7 @@ def emulate(*options: str) -> str:
     """Run the emulator in a process without Triton's interpreter and return its output."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["CUDA_VISIBLE_DEVICES"] = ""  # a GPU would not be used anyway
-    result = subprocess.run(
-        [sys.executable, str(RUN), *options], capture_output=True, text=True, env=env, timeout=1800
-    )
+    result = subprocess.run([sys.executable, str(RUN), *options], capture_output=True, text=True, env=env, timeout=1800)
     assert result.returncode == 0, result.stdout + result.stderr[-5000:]
     return result.stdout
 
@@ -33,9 +31,7 @@ def emulate(*options: str) -> str:
 def counts(output: str) -> tuple[int, int, int]:
     """Return the numbers of cases ok, failed and not run from the last line of an output."""
     last = output.splitlines()[-1]
-    return tuple(
-        map(int, re.match(r"ptx: (\d+) cases ok, (\d+) failed, (\d+) not run", last).groups())
-    )
+    return tuple(map(int, re.match(r"ptx: (\d+) cases ok, (\d+) failed, (\d+) not run", last).groups()))
 
 
 @pytest.mark.ci

@@ -6,9 +6,7 @@ import pytest
 
 from lab.experiments import images
 
-TINY = dataclasses.replace(
-    images.DATA["digits"], arguments=("--data.images-per-class", "4"), steps=2
-)
+TINY = dataclasses.replace(images.DATA["digits"], arguments=("--data.images-per-class", "4"), steps=2)
 
 
 @pytest.mark.ci

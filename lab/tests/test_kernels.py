@@ -19,9 +19,7 @@ def test_kernels_compile(arch: str) -> None:
     # Use a separate process: kernels imported under Triton's interpreter cannot be compiled.
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "lab.benchmarks.kernels", "--arch", arch]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for kernel in (
         "diagonal_backward, vil_tiny, batch, train",

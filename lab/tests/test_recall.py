@@ -55,10 +55,7 @@ def check(parallel: Tensor, sequential: Tensor, inputs: tuple[Tensor, ...]) -> N
     """Compare the outputs and their gradients."""
     torch.testing.assert_close(parallel, sequential)
     weights = torch.randn_like(parallel)
-    pairs = (
-        torch.autograd.grad((y * weights).sum(), inputs, retain_graph=True)
-        for y in (parallel, sequential)
-    )
+    pairs = (torch.autograd.grad((y * weights).sum(), inputs, retain_graph=True) for y in (parallel, sequential))
     for one, other in zip(*pairs, strict=True):
         torch.testing.assert_close(one, other)
 

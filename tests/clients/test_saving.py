@@ -225,9 +225,7 @@ def test_a_forward_pass_beside_an_export() -> None:
 def test_functional_calls() -> None:
     models, x = [small(ref_feat_shape=(3, 5)) for _ in range(2)], torch.randn(2, 3, 48, 64)
     assert torch.equal(functional_call(small(), models[0].state_dict(), x), models[0](x))
-    together = vmap(lambda *state: functional_call(models[0], state, x))(
-        *stack_module_state(models)
-    )
+    together = vmap(lambda *state: functional_call(models[0], state, x))(*stack_module_state(models))
     for logits, model in zip(together, models, strict=True):
         torch.testing.assert_close(logits, model(x))
 

@@ -33,9 +33,7 @@ def build(architecture: str, **arguments: object) -> nn.Module:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_an_architecture_trains(
-    architecture: str, images: Callable, assert_trains: Callable
-) -> None:
+def test_an_architecture_trains(architecture: str, images: Callable, assert_trains: Callable) -> None:
     model = build(architecture)
     logits = model(images(128, 160, count=2))
     assert logits.shape == (2, 4, 128, 160)
@@ -58,9 +56,7 @@ def test_by_the_full_names_at_any_size(images: Callable) -> None:
     assert model.encoder.out_channels == [3, 0, 192, 192, 192, 192]
     assert model(images(96, 160)).shape == (1, 4, 96, 160)
     groups = vil.param_groups(model, lr=1.0, weight_decay=0.1, layer_decay=0.5)
-    found = {
-        id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]
-    }
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     for name, parameter in model.encoder.named_parameters():
         rate, decay = found[id(parameter)]
         assert rate == 0.5**25 or not name.endswith(("pos_embed", "cls_token")), name

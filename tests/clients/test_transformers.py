@@ -136,9 +136,7 @@ def wrapper() -> nn.Module:
         (dpt, "predicted_depth", (128, 96)),
     ],
 )
-def test_a_model_trains(
-    build: Callable, name: str, shape: tuple, images: Callable, assert_trains: Callable
-) -> None:
+def test_a_model_trains(build: Callable, name: str, shape: tuple, images: Callable, assert_trains: Callable) -> None:
     model = build()
     output = model(pixel_values=images(128, 96, 2))
     assert output[name].shape == (2, *shape)
@@ -146,9 +144,7 @@ def test_a_model_trains(
     assert_trains(model, sum((t - 1).square().mean() for t in made))
 
 
-@pytest.mark.parametrize(
-    "build", [detr, rt_detr, deformable_detr, mask2former, upernet, dpt, wrapper]
-)
+@pytest.mark.parametrize("build", [detr, rt_detr, deformable_detr, mask2former, upernet, dpt, wrapper])
 def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: Path) -> None:
     """transformers renames tensors by tables of patterns, and sets them one by one."""
     torch.manual_seed(1)
@@ -160,9 +156,7 @@ def test_a_saved_model_comes_back(build: Callable, images: Callable, tmp_path: P
         part.ref_feat_bits.copy_(bits_of((3, 5)))
     model.save_pretrained(tmp_path)
     torch.manual_seed(2)
-    again, told = type(model).from_pretrained(
-        tmp_path, config=model.config, output_loading_info=True
-    )
+    again, told = type(model).from_pretrained(tmp_path, config=model.config, output_loading_info=True)
     assert not any(told.values()), told
     assert backbone_in(again).ref_feat_shape == (3, 5)
     with torch.no_grad():

@@ -127,9 +127,7 @@ def test_commands_of_a_page_run(page: str, checkout: Path, ran: set[str]) -> Non
 def test_scripts_of_a_page_are_bash(page: str) -> None:
     """This includes scripts for clusters, which are not run."""
     for block in blocks(page, "bash"):
-        done = subprocess.run(
-            ["bash", "-n"], input=block, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["bash", "-n"], input=block, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 

@@ -19,9 +19,7 @@ from timm.models import save_for_hf
 import vil
 from tests.documents.pages import ROOT, blocks
 
-PAGES = sorted(
-    {"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "speed"}
-)
+PAGES = sorted({"README", *(path.stem for path in (ROOT / "docs").glob("*.md"))} - {"export", "speed"})
 OPTIONAL = (
     "pytorch_grad_cam",
     "lightly",
@@ -77,11 +75,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 @pytest.mark.usefixtures("workplace")
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[] if page == "README" else pytest.mark.ci)
-        for page in PAGES
-        if blocks(page)
-    ],
+    [pytest.param(page, marks=[] if page == "README" else pytest.mark.ci) for page in PAGES if blocks(page)],
 )
 def test_the_python_of_a_page_runs(page: str, session: dict[str, object]) -> None:
     for block in blocks(page):

@@ -15,9 +15,7 @@ SMALL = {"embed_dim": 16, "depth": 4, "img_size": 32}
 
 
 def test_other_backbones_of_timm_serve() -> None:
-    features = make_features(
-        "resnet18", img_size=64, drop_path_rate=0.1, pyramid_blocks=(1, 2, 3, 4)
-    )
+    features = make_features("resnet18", img_size=64, drop_path_rate=0.1, pyramid_blocks=(1, 2, 3, 4))
     assert [each.shape[-1] for each in features(torch.zeros(1, 3, 64, 64))] == [16, 8, 4, 2]
 
 

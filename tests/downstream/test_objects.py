@@ -40,10 +40,7 @@ def test_crowds_and_images_without_objects_are_left_out(tmp_path: Path) -> None:
     for each in table["annotations"]:
         each["iscrowd"] = int(each["image_id"] == 2)
     path.write_text(json.dumps(table))
-    every, some = (
-        Objects(tmp_path, "train2017", lambda *sample: sample, training=only)
-        for only in (False, True)
-    )
+    every, some = (Objects(tmp_path, "train2017", lambda *sample: sample, training=only) for only in (False, True))
     assert (every.ids, some.ids) == ([0, 1, 2, 3], [0, 1, 3])
     assert every[2][1]["iscrowd"].all()  # in validation they are ignored areas
     every.training = True
@@ -96,9 +93,7 @@ def test_both_splits_give_a_category_the_same_label(tmp_path: Path) -> None:
         assert without["labels"].tolist() == [n for n in target["labels"].tolist() if n > 1]
     table["categories"] += [first | {"name": "another"}, {"id": 2, "name": "new"}]
     path.write_text(json.dumps(table))
-    with pytest.raises(
-        DataError, match=rf"{path} must have only .*\[\(1, 'another'\), \(2, 'new'\)\]"
-    ):
+    with pytest.raises(DataError, match=rf"{path} must have only .*\[\(1, 'another'\), \(2, 'new'\)\]"):
         Objects(tmp_path, "val2017", as_it_is, training=False, train=train)
 
 

@@ -91,9 +91,7 @@ def test_options_out_of_their_range_are_refused(words: str, told: str) -> None:
         parse(ade20k.SceneOptions, ["--output", "out", "--generated", "4", *words.split()])
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = torch.tensor(torch.nan, requires_grad=True)
     monkeypatch.setattr(ade20k.UperNet, "loss", lambda *_: (nothing, nothing))
     with pytest.raises(NonFiniteLossError, match="the loss of step 0 is nan"):
@@ -154,9 +152,7 @@ def test_a_validation_counts_its_own_images_alone(
         boxes, masks = torch.tensor([[4.0, 4, 20, 20]]), torch.zeros(1, 32, 32, dtype=torch.bool)
         masks[:, 4:20, 4:20] = True
         labels = {"boxes": boxes, "labels": torch.tensor([1]), "masks": masks}
-        right = [
-            labels | {"scores": torch.ones(1), "masks": 0.1 + 0.8 * masks[None]}
-        ]  # probabilities
+        right = [labels | {"scores": torch.ones(1), "masks": 0.1 + 0.8 * masks[None]}]  # probabilities
         wrong = [right[0] | {"labels": torch.tensor([2])}]
     monkeypatch.setattr(type(task), "trainer", SimpleNamespace(global_step=3))
     for name in ("log", "log_dict"):
@@ -168,9 +164,7 @@ def test_a_validation_counts_its_own_images_alone(
             assert task.result[name] == pytest.approx(figure)
 
 
-def test_processes_validate_each_image_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_validate_each_image_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for processes in (1, 2):
         monkeypatch.setenv("WORLD_SIZE", str(processes))
         seen, task = [], answering("coco", tmp_path)

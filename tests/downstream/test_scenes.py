@@ -44,14 +44,8 @@ def test_a_file_that_is_wrong_or_cut_off_is_named(tmp_path: Path, fault: str) ->
     with Image.open(labels) as own:
         size = own.size
     if fault in ("class", "size"):
-        Image.new("L", size if fault == "class" else (5, 5), 151 if fault == "class" else 3).save(
-            labels
-        )
-        told = (
-            f"{labels} must have classes from 0 to 150, got .151"
-            if fault == "class"
-            else image.stem
-        )
+        Image.new("L", size if fault == "class" else (5, 5), 151 if fault == "class" else 3).save(labels)
+        told = f"{labels} must have classes from 0 to 150, got .151" if fault == "class" else image.stem
     elif fault in ("RGB", "I;16"):
         Image.new(fault, size).save(labels)
         told = f"{labels} must have mode L or P.* got {fault}"
@@ -118,9 +112,7 @@ def test_ignored_pixels_do_not_count_in_a_crop() -> None:
     assert Augment(64).crop(labels.expand(3, -1, -1), labels)[1].shape == (64, 64)
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "expected"), [(300, 600, (512, 1024)), (100, 1000, (205, 2048))]
-)
+@pytest.mark.parametrize(("height", "width", "expected"), [(300, 600, (512, 1024)), (100, 1000, (205, 2048))])
 def test_the_shorter_side_is_resized_unless_the_longer_gets_too_long(
     height: int, width: int, expected: tuple[int, int]
 ) -> None:
@@ -136,9 +128,7 @@ def test_windows_are_averaged_where_they_overlap() -> None:
 
     logits = by_windows(count, torch.zeros(1, 3, 32, 60), 32, 21)[0, 0]
     assert seen == [(32, 32)] * 3  # from 0, from 21, and from 28 to the end
-    assert logits[0, [0, 20, 21, 27, 28, 31, 32, 52, 53, 59]].tolist() == [
-        *(1, 1, 1.5, 1.5, 2, 2, 2.5, 2.5, 3, 3)
-    ]
+    assert logits[0, [0, 20, 21, 27, 28, 31, 32, 52, 53, 59]].tolist() == [*(1, 1, 1.5, 1.5, 2, 2, 2.5, 2.5, 3, 3)]
 
 
 @pytest.mark.parametrize("size", [(70, 95), (30, 32)])

@@ -68,9 +68,7 @@ def check(name: str, output: Path, epochs: int) -> list[dict]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", METRICS)
-def test_an_example_learns_shapes(
-    run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_an_example_learns_shapes(run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run(name, tmp_path, "--images", "40", "--epochs", "3")
     rows = check(name, tmp_path, epochs=3)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -82,9 +80,7 @@ def test_an_example_learns_shapes(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", METRICS)
-def test_an_example_takes_another_backbone_and_its_weights(
-    run: Run, name: str, tmp_path: Path
-) -> None:
+def test_an_example_takes_another_backbone_and_its_weights(run: Run, name: str, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pth"
     model = timm.create_model("test_resnet", num_classes=3)
     torch.save(model.state_dict(), weights)
@@ -232,9 +228,7 @@ def test_training_alone_is_shuffled_and_mirrored(folders: ModuleType, tmp_path: 
 def test_the_loss_of_hidden_patches_is_theirs_alone(modules: None) -> None:
     masked = importlib.import_module("masked")
     backbone = timm.create_model("vil_tiny", num_classes=0, img_size=16, patch_size=8, depth=1)
-    mean, std = (
-        torch.tensor(backbone.pretrained_cfg[key])[:, None, None] for key in ("mean", "std")
-    )
+    mean, std = (torch.tensor(backbone.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     images = mean.expand(3, 16, 16).clone()
     images[:, :8, :8] += std  # one of the four patches has values of 1, the others of 0
     for way in ("simmim", "mae"):
@@ -256,9 +250,7 @@ def test_ignored_pixels_count_in_neither_loss_nor_score(modules: None, tmp_path:
     scores = []
     for x in (images, other):
         val = type("Val", (list,), {"dataset": data})([(x, masks)])
-        scores.append(
-            (segment.loss_of(model, x, masks).item(), *segment.mean_iou(model, val).values())
-        )
+        scores.append((segment.loss_of(model, x, masks).item(), *segment.mean_iou(model, val).values()))
     assert scores[0] == pytest.approx(scores[1])
 
 
@@ -282,9 +274,7 @@ def test_only_boxes_that_are_likely_are_drawn(modules: None, tmp_path: Path) -> 
         assert below.any() == (score > 0.5)
 
 
-def test_validation_may_lack_categories_but_not_add_any(
-    folders: ModuleType, coco: Path, tmp_path: Path
-) -> None:
+def test_validation_may_lack_categories_but_not_add_any(folders: ModuleType, coco: Path, tmp_path: Path) -> None:
     training = importlib.import_module("training")
     path = coco / "annotations/instances_val2017.json"
     content = json.loads(path.read_text())
@@ -306,9 +296,7 @@ def test_an_example_says_what_does_not_fit(run: Run, masks: Path, tmp_path: Path
     with pytest.raises(ValueError, match="--batch-size must be at most the 4 training images"):
         run("segment", tmp_path / "output", *data, "--batch-size", "5")
     picture(masks / "masks/val/2.png", np.full((40, 50), 3, np.uint8))
-    with pytest.raises(
-        ValueError, match=r"masks/val/2\.png must have classes .* 2 or 255, got \[3\]"
-    ):
+    with pytest.raises(ValueError, match=r"masks/val/2\.png must have classes .* 2 or 255, got \[3\]"):
         run("segment", tmp_path / "output", *data)
     picture(masks / "masks/val/2.png", np.zeros((41, 50), np.uint8))
     with pytest.raises(ValueError, match=r"images/val/2\.\w+ has 40 x 50 pixels, but .* 41 x 50"):

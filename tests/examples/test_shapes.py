@@ -27,9 +27,7 @@ def test_boxes_masks_and_labels_agree(shapes) -> None:
     for _, found in shapes.Shapes(0, 50, 96):
         mask, inside = found["mask"], torch.zeros(96, 96, dtype=torch.bool)
         assert len(found["boxes"]) == len(found["labels"]) > 0
-        for (left, top, right, bottom), label in zip(
-            found["boxes"].int().tolist(), found["labels"], strict=True
-        ):
+        for (left, top, right, bottom), label in zip(found["boxes"].int().tolist(), found["labels"], strict=True):
             assert 0 <= left < right <= 96
             assert 0 <= top < bottom <= 96
             own = mask[top:bottom, left:right] == label

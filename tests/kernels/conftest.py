@@ -34,7 +34,7 @@ def _tensors_of_one_element_are_indices() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _language_is_patched_once_a_launch() -> None:
-    """Patch ``triton.language`` once a launch, not again at every call inside a kernel: half of the time of a launch."""
+    """Patch ``triton.language`` once a launch, not at every call in a kernel: half of the time of a launch."""
     if torch.cuda.is_available():
         return
     interpreter = pytest.importorskip("triton.runtime.interpreter")

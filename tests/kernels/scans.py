@@ -85,9 +85,7 @@ def results_of(
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
-def truth_of(
-    args: ScanArgs, recurrence: str, reverse: bool = False, kappa_scale: float = 1.0
-) -> Results:
+def truth_of(args: ScanArgs, recurrence: str, reverse: bool = False, kappa_scale: float = 1.0) -> Results:
     """Return the reference's results for the same numbers in float64."""
     grads = tuple(None if g is None else g.double() for g in random_gradients(args))
     exact = args.to(torch.float64)

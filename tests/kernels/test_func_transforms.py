@@ -21,9 +21,7 @@ Function = Callable[[Tensor], Tensor]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(
-        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape))
-    )
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def _longhorn(scan: Callable[..., Tensor]) -> Function:

@@ -69,10 +69,7 @@ def in_parts(mixer: BidirectionalMixer, x: Tensor, grid: Grid | None = None) -> 
     dt, k, q = x_dbl.split([rank, states, states], dim=-1)
     dt = torch.einsum("nblr,ner->nble", dt, mixer.dt_weight)
     A = None if mixer.A_log is None else -mixer.A_log.exp()
-    y = sum(
-        _scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], tokens_per_ref, i)
-        for i in (0, 1)
-    )
+    y = sum(_scan(mixer, x[i], dt[i], None if A is None else A[i], q[i], k[i], tokens_per_ref, i) for i in (0, 1))
     return mixer.proj(torch.nn.functional.silu(z) * y / 2)
 
 
@@ -92,27 +89,19 @@ def _scan(
         step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
     elif mixer.recurrence == "longhorn_exact":
         beta = torch.sigmoid(dt + mixer.dt_bias[i])
-        step = beta / (
-            tokens_per_ref + tokens_per_ref**0.5 * beta * k.square().sum(-1, keepdim=True)
-        )
+        step = beta / (tokens_per_ref + tokens_per_ref**0.5 * beta * k.square().sum(-1, keepdim=True))
     else:
         step = step / tokens_per_ref
     state, outputs = x.new_zeros(len(x), x.shape[2], k.shape[2]), [None] * x.shape[1]
     for t in range(x.shape[1]) if i == 0 else reversed(range(x.shape[1])):
-        state, outputs[t] = reference.advance(
-            state, x[:, t], step[:, t], A, q[:, t], k[:, t], mixer.recurrence
-        )
+        state, outputs[t] = reference.advance(state, x[:, t], step[:, t], A, q[:, t], k[:, t], mixer.recurrence)
     return torch.stack(outputs, 1) + mixer.D[i] * x
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-@pytest.mark.parametrize(
-    ("training", "grid"), [(True, None), (False, None), *((True, name) for name in [*GRIDS][1:])]
-)
-def test_equals_its_parts(
-    backend: str, recurrence: Recurrence, training: bool, grid: str | None
-) -> None:
+@pytest.mark.parametrize(("training", "grid"), [(True, None), (False, None), *((True, name) for name in [*GRIDS][1:])])
+def test_equals_its_parts(backend: str, recurrence: Recurrence, training: bool, grid: str | None) -> None:
     dtype = torch.float32 if backend == "triton" else torch.float64
     mixer = mixer_of(recurrence, dtype).train(training)
     own = GRIDS[grid] if grid else None
@@ -150,10 +139,7 @@ def test_gradients_and_registration(name: str, grid: Grid | None, recurrence: Re
     given = [None if t is None else t.requires_grad_() for t in given]
     fitted = mixer_arguments(given, recurrence, grid)
     with ops.use_backend(name):
-        fitted = [
-            t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t
-            for t in fitted
-        ]
+        fitted = [t.detach().requires_grad_(t.is_floating_point()) if isinstance(t, Tensor) else t for t in fitted]
         torch.library.opcheck(torch.ops.vil.mixer, fitted)
         assert torch.autograd.gradcheck(
             lambda *t: torch.ops.vil.mixer(*mixer_arguments(t, recurrence, grid))[0],
@@ -281,9 +267,7 @@ def test_modes_and_subclasses_of_tensors_see_the_operator() -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("ahead", "back"), [("cpu", "reference"), ("reference", "triton")])
-def test_a_compiled_program_does_not_depend_on_the_backend_chosen_later(
-    ahead: str, back: str
-) -> None:
+def test_a_compiled_program_does_not_depend_on_the_backend_chosen_later(ahead: str, back: str) -> None:
     pytest.importorskip("numba")
     pytest.importorskip("triton")
     mixer, x = mixer_of("longhorn_exact", torch.float32).cpu(), torch.randn(B, L, C)

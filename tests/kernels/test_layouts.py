@@ -16,9 +16,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.2}
 OPERATORS = ["scan", "scan both ways", "mixer"]
 
 
-def drawn(
-    operator: str, recurrence: str, dtype: torch.dtype, most: tuple[int, int, int], seed: int
-) -> list:
+def drawn(operator: str, recurrence: str, dtype: torch.dtype, most: tuple[int, int, int], seed: int) -> list:
     """Return arguments of an operator, with at most ``most`` tokens, channels and states."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     tokens, channels, states = (rng.randint(1, n) for n in most)
@@ -68,10 +66,7 @@ def bits(dtype: torch.dtype) -> int:
 
 def results(operator: str, backend: str, arguments: list, seed: int) -> list[Tensor]:
     """Return outputs and gradients; the gradients of outputs have random memory layouts."""
-    leaves = [
-        a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in arguments
-    ]
+    leaves = [a.detach().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments]
     wanted = [a for a in leaves if isinstance(a, Tensor) and a.requires_grad]
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     with ops.use_backend(backend):
@@ -79,9 +74,7 @@ def results(operator: str, backend: str, arguments: list, seed: int) -> list[Ten
         out = [out] if isinstance(out, Tensor) else out
         outputs = [*out[:2]] if operator == "scan" else [out[0]]
         grads = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
-        grads = [
-            laid_out(g.to(o.device, o.dtype), rng) for g, o in zip(grads, outputs, strict=True)
-        ]
+        grads = [laid_out(g.to(o.device, o.dtype), rng) for g, o in zip(grads, outputs, strict=True)]
         if backend == "reference":
             grads = [g.contiguous() for g in grads]
         return [*outputs, *torch.autograd.grad(outputs, wanted, grads)]

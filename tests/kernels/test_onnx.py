@@ -65,8 +65,5 @@ def test_agrees_with_the_operator(recurrence: str, length: int, grid: Grid | Non
 def test_is_accurate_for_extreme_keys_and_steps(recurrence: str, bias: float, key: float) -> None:
     given = to(arguments(recurrence, 18, key, bias), torch.float32)
     expected = by_reference(to(given, torch.float64))
-    errors = [
-        (mixer(given) - expected).abs().max() / expected.abs().max()
-        for mixer in (by_onnx, by_reference)
-    ]
+    errors = [(mixer(given) - expected).abs().max() / expected.abs().max() for mixer in (by_onnx, by_reference)]
     assert errors[0] < max(2 * errors[1], 2e-6)

@@ -50,9 +50,7 @@ def backend(request: pytest.FixtureRequest):
 @pytest.mark.parametrize("reverse", [False, True])
 def test_scan_gradients(recurrence: str, reverse: bool) -> None:
     arguments = with_gradient(scan_arguments(recurrence))
-    assert torch.autograd.gradcheck(
-        lambda *a: ops._scan_one_direction(a, recurrence, reverse), arguments
-    )
+    assert torch.autograd.gradcheck(lambda *a: ops._scan_one_direction(a, recurrence, reverse), arguments)
     *one, state = (None if t is None else t.detach()[None].requires_grad_() for t in arguments)
     torch.library.opcheck(torch.ops.vil.scan, (*one, None, state, recurrence, reverse, True))
 
@@ -150,9 +148,7 @@ def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: 
         ("recurrence", "closed", 'recurrence must be "longhorn" or "longhorn_exact"'),
     ],
 )
-def test_a_scan_of_one_direction_names_the_wrong_argument(
-    name: str, value: object, message: str
-) -> None:
+def test_a_scan_of_one_direction_names_the_wrong_argument(name: str, value: object, message: str) -> None:
     x, beta, _, q, k, *_ = scan_arguments("longhorn")
     with pytest.raises(ValueError, match=message):
         ops.longhorn_scan(**{"x": x, "beta": beta, "q": q, "k": k, name: value})

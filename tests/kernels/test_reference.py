@@ -144,14 +144,11 @@ def test_bidirectional_scan_averages_and_gates_both_directions(recurrence: str) 
 def test_convolution_is_causal_and_anti_causal() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64)
-        for shape in ((B, L, D), (2, D, 4), (2, D))
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((B, L, D), (2, D, 4), (2, D))
     )
     out = reference.causal_conv1d_bidirectional(x, weight, bias)
     for i, sequence in enumerate((x, x.flip(1))):
-        expected = F.conv1d(
-            sequence.transpose(1, 2), weight[i].unsqueeze(1), bias[i], padding=3, groups=D
-        )
+        expected = F.conv1d(sequence.transpose(1, 2), weight[i].unsqueeze(1), bias[i], padding=3, groups=D)
         expected = F.silu(expected[..., :L]).transpose(1, 2)
         assert (out[i] - (expected.flip(1) if i else expected)).abs().max() < 1e-14
 

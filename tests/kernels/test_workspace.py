@@ -26,11 +26,7 @@ def test_what_the_first_call_needed_is_there_for_the_next() -> None:
     first = lent_twice()
     again, other = lent_twice()
     assert workspace._memory.buffer.nbytes == 2 * NEEDED
-    assert (
-        again.data_ptr()
-        == workspace._memory.buffer.data_ptr()
-        not in {tensor.data_ptr() for tensor in first}
-    )
+    assert again.data_ptr() == workspace._memory.buffer.data_ptr() not in {tensor.data_ptr() for tensor in first}
     assert other.data_ptr() - again.data_ptr() == NEEDED
     assert (again.shape, again.dtype, again.is_contiguous()) == (SHAPE, torch.float32, True)
 

@@ -119,9 +119,7 @@ def pack() -> Callable[[Path, Path, int], Path]:
                     sample = {"__key__": f"{number:06d}", "cls": label}
                     writer.write(sample | {path.suffix[1:]: path.read_bytes()})
             names = sorted(path.name for path in shards.glob(f"{split}-*.tar"))
-            lengths = [
-                min(len(paths) - first, maxcount) for first in range(0, len(paths), maxcount)
-            ]
+            lengths = [min(len(paths) - first, maxcount) for first in range(0, len(paths), maxcount)]
             splits[split] = {
                 "name": split, "filenames": names, "shard_lengths": lengths,
                 "num_samples": len(paths), "classes": classes,
@@ -151,9 +149,7 @@ def train(request, tmp_path, monkeypatch, program) -> Callable[..., int]:
     rendering takes a third of a run.
     """
     if "rendered" not in request.fixturenames:
-        monkeypatch.setattr(
-            "matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"PNG")
-        )
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"PNG"))
 
     def run(config: TrainConfig, *arguments: str) -> int:
         recipe = tmp_path / "recipe.yaml"

@@ -28,9 +28,7 @@ def again(config, train, stopped) -> Callable[..., int]:
     return lambda *arguments: train(config, "--run.output", str(stopped), *arguments)
 
 
-def test_finished_run_is_trained_for_more_epochs_at_another_rate(
-    config, train, capsys, tmp_path
-) -> None:
+def test_finished_run_is_trained_for_more_epochs_at_another_rate(config, train, capsys, tmp_path) -> None:
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder))
     assert train(config, *arguments) == 0
@@ -58,9 +56,7 @@ def test_finished_run_is_trained_for_more_epochs_at_another_rate(
     assert "nothing is left to train" in capsys.readouterr().out
 
 
-def test_what_makes_another_run_is_refused_with_the_switch_and_without(
-    again, stopped, capsys
-) -> None:
+def test_what_makes_another_run_is_refused_with_the_switch_and_without(again, stopped, capsys) -> None:
     before = (stopped / "last.pt").read_bytes()
     for words, key in (
         (("--model.depth", "3"), "model.depth (2 -> 3)"),
@@ -111,9 +107,7 @@ def test_changed_run_that_is_stopped_ends_with_the_same_bits(config, train, tmp_
         assert_same(load(folders[1] / name), load(folders[0] / name))
 
 
-def test_best_by_the_average_is_what_evaluation_prints(
-    config, train, evaluate, capsys, tmp_path
-) -> None:
+def test_best_by_the_average_is_what_evaluation_prints(config, train, evaluate, capsys, tmp_path) -> None:
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder), "--optim.best", "ema") == 0
     printed = capsys.readouterr().out

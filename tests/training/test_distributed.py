@@ -170,9 +170,7 @@ def test_copy_of_the_data_that_differs_ends_the_training_of_all(
 
 
 @pytest.mark.ci
-def test_copies_of_the_weights_that_differ_end_the_evaluation_of_all(
-    config, train, places, tmp_path
-) -> None:
+def test_copies_of_the_weights_that_differ_end_the_evaluation_of_all(config, train, places, tmp_path) -> None:
     one_epoch = config.changed("schedule", epochs=1, warmup_epochs=0)
     assert train(one_epoch, "--run.output", str(tmp_path / "run")) == 0
     checkpoint = torch.load(tmp_path / "run" / "best.pt", weights_only=True)

@@ -17,14 +17,10 @@ from vil.training.release import ReleaseConfig, release
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_sources_of_the_same_weights_score_the_same(
-    checkpoint, released, image_folder, evaluate, tmp_path
-) -> None:
+def test_all_sources_of_the_same_weights_score_the_same(checkpoint, released, image_folder, evaluate, tmp_path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     row = saved["run"]["history"][-1]
-    for number, source in enumerate(
-        (checkpoint, released, f"local-dir:{released}", released / "model.safetensors")
-    ):
+    for number, source in enumerate((checkpoint, released, f"local-dir:{released}", released / "model.safetensors")):
         path = tmp_path / f"{number}.json"
         assert evaluate(str(source), "--data.path", str(image_folder), "--json", str(path)) == 0
         result = json.loads(path.read_text())
@@ -58,17 +54,12 @@ def test_images_that_are_not_square_are_scored_at_the_size_of_the_weights(
         assert json.loads((tmp_path / "a.json").read_text())["img_size"] == size
 
 
-def test_other_classes_are_refused(
-    checkpoint, released, image_folder, pack, evaluate, capsys, tmp_path
-) -> None:
+def test_other_classes_are_refused(checkpoint, released, image_folder, pack, evaluate, capsys, tmp_path) -> None:
     capsys.readouterr()
     (image_folder / "val" / "birch").rename(image_folder / "val" / "zelkova")
     for source in (checkpoint, released):
         assert evaluate(str(source), "--data.path", str(image_folder)) == 3
-        assert (
-            capsys.readouterr().err
-            == "error: class birch is in the model only (2 classes differ)\n"
-        )
+        assert capsys.readouterr().err == "error: class birch is in the model only (2 classes differ)\n"
     # Some of the classes, in folders and in shards with names: their numbers would be others.
     for split, name in (("train", "birch"), ("val", "zelkova")):
         shutil.rmtree(image_folder / split / name)
@@ -80,9 +71,7 @@ def test_other_classes_are_refused(
         assert "class birch is in the model only (1 classes differ)" in capsys.readouterr().err
 
 
-def test_a_model_without_names_needs_data_with_as_many_classes(
-    image_folder, evaluate, capsys, tmp_path
-) -> None:
+def test_a_model_without_names_needs_data_with_as_many_classes(image_folder, evaluate, capsys, tmp_path) -> None:
     command = ("vil_tiny", "--img-size", "16", "--data.path", str(image_folder))
     assert evaluate(*command, "--json", str(tmp_path / "result.json")) == 3
     told = "the data has 4 classes and the model, whose class names are unknown, 1000"
@@ -94,9 +83,7 @@ def rename_classes(released: Path, names: list[str] | dict[str, str]) -> None:
     (released / "config.json").write_text(json.dumps(described | {"label_names": names}))
 
 
-def test_names_by_number_are_in_the_order_of_the_numbers(
-    released, image_folder, evaluate, tmp_path
-) -> None:
+def test_names_by_number_are_in_the_order_of_the_numbers(released, image_folder, evaluate, tmp_path) -> None:
     result, losses = tmp_path / "result.json", []
     command = (str(released), "--data.path", str(image_folder), "--json", str(result))
     numbered = {"2": "cedar", "0": "ash", "3": "dogwood", "1": "birch"}
@@ -107,9 +94,7 @@ def test_names_by_number_are_in_the_order_of_the_numbers(
     assert losses[0] == losses[1]
 
 
-def test_classes_of_one_name_are_told_apart(
-    released, image_folder, shard_config, evaluate, capsys, tmp_path
-) -> None:
+def test_classes_of_one_name_are_told_apart(released, image_folder, shard_config, evaluate, capsys, tmp_path) -> None:
     """ImageNet has two cranes: a bird and a machine. These shards have no names of their own."""
     rename_classes(released, ["crane", "boat", "crane", "dog"])
     data = ("--data.dataset", "wds", "--data.path", shard_config.data.path)
@@ -124,9 +109,7 @@ def test_classes_of_one_name_are_told_apart(
     assert "class 0 is crane in the model and boat in the data" in capsys.readouterr().err
 
 
-def test_accents_of_class_names_may_have_another_form(
-    released, image_folder, evaluate, capsys
-) -> None:
+def test_accents_of_class_names_may_have_another_form(released, image_folder, evaluate, capsys) -> None:
     rename_classes(released, ["ash", "bi\u0301rch", "cedar", "dogwood"])
     (image_folder / "val" / "birch").rename(image_folder / "val" / "b\u00edrch")
     assert evaluate(str(released), "--data.path", str(image_folder)) == 0
@@ -142,10 +125,7 @@ def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys
     kinds = {"", "amp-True-", "per-class-", "ema-", "24px-"}
     kinds |= {f"crop_pct-{share}-background-white-" for share in (0.9, 1.0)}
     assert names == {f"{kind}eval.json" for kind in kinds}
-    read = {
-        kind: json.loads(checkpoint.with_name(f"last-{kind}eval.json").read_text())
-        for kind in kinds
-    }
+    read = {kind: json.loads(checkpoint.with_name(f"last-{kind}eval.json").read_text()) for kind in kinds}
     assert read["amp-True-"]["amp"] is True
     assert read["amp-True-"]["loss"] != read[""]["loss"]
     assert read["crop_pct-0.9-background-white-"]["crop_pct"] == 0.9
@@ -160,9 +140,7 @@ def test_an_evaluation_is_replaced_and_nothing_else(checkpoint, evaluate, capsys
         assert written.read_text() == content
 
 
-def test_a_result_that_cannot_be_written_is_told_before_scoring(
-    checkpoint, evaluate, capsys, tmp_path
-) -> None:
+def test_a_result_that_cannot_be_written_is_told_before_scoring(checkpoint, evaluate, capsys, tmp_path) -> None:
     for path in (tmp_path / "missing" / "result.json", tmp_path):
         options = ("--json", str(path), "--data.path", str(tmp_path / "not read"))
         capsys.readouterr()
@@ -189,9 +167,7 @@ def test_weights_that_are_not_finite_are_refused(checkpoint, evaluate, capsys) -
     assert not (checkpoint.parent / "new").exists()
 
 
-def test_other_data_has_its_own_result(
-    checkpoint, image_folder, evaluate, capsys, tmp_path
-) -> None:
+def test_other_data_has_its_own_result(checkpoint, image_folder, evaluate, capsys, tmp_path) -> None:
     """A folder of classes is scored as a whole, although the run has splits."""
     whole = shutil.copytree(image_folder / "val", tmp_path / "others")
     assert evaluate(str(checkpoint)) == evaluate(str(checkpoint), "--data.path", str(whole)) == 0
@@ -205,9 +181,7 @@ def test_other_data_has_its_own_result(
     assert f"has the evaluation of other data (path {whole})" in capsys.readouterr().err
 
 
-def test_a_fraction_of_images_of_others_has_no_warning(
-    released, image_folder, evaluate, capsys, tmp_path
-) -> None:
+def test_a_fraction_of_images_of_others_has_no_warning(released, image_folder, evaluate, capsys, tmp_path) -> None:
     """The weights do not say that a fraction was held out."""
     data = ("--data.path", str(image_folder / "train"), "--data.val-fraction", "0.4")
     assert evaluate(str(released), *data, "--json", str(tmp_path / "result.json")) == 0
@@ -221,8 +195,7 @@ def test_the_worst_classes_and_the_commonest_mistakes_come_first() -> None:
     result |= {"params": 1, "gmacs": 1.0, "images_per_s": 1.0, "device": "cpu", "versions": {}}
     result |= {
         "per_class": {
-            name: {"top1": top1, "num_images": 20}
-            for name, top1 in (("ash", 90.0), ("birch", 10.0), ("cedar", 50.0))
+            name: {"top1": top1, "num_images": 20} for name, top1 in (("ash", 90.0), ("birch", 10.0), ("cedar", 50.0))
         },
         "confusion": {"ash": {"birch": 2}, "birch": {"ash": 15, "cedar": 3}},
         "wrong": [{"image": f"{number}.jpg", "predicted": "ash"} for number in range(25)],
@@ -270,9 +243,7 @@ def test_names_that_are_printed_are_one_line_without_commands(
     assert not [c for c in printed if c != "\n" and not c.isprintable()]
 
 
-def test_precision_is_the_runs_unless_another_is_asked_for(
-    config, train, evaluate, tmp_path
-) -> None:
+def test_precision_is_the_runs_unless_another_is_asked_for(config, train, evaluate, tmp_path) -> None:
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder), "--schedule.epochs", "1", "--run.amp") == 0
     losses = []

@@ -118,9 +118,7 @@ def test_flat_folder_from_scratch_to_an_evaluation(
         assert evaluate(*command) == 0
         told = caplog.text + capsys.readouterr().out
         assert json.loads((tmp_path / "result.json").read_text())["num_images"] == number
-        warned = (
-            "The run held out 0.15 of its images; if these are the same, it was trained on" in told
-        )
+        warned = "The run held out 0.15 of its images; if these are the same, it was trained on" in told
         assert warned == (number != 3)
     # The names of the user's files are in the checkpoint alone.
     assert exceptions
@@ -148,11 +146,7 @@ def test_layer_decay_gives_lower_blocks_lower_rates(config) -> None:
     training = build(config.changed("optim", layer_decay=0.5), World(), 1)
     training.set_step(1)
     names = {id(value): name for name, value in training.model.named_parameters()}
-    rate = {
-        names[id(value)]: group["lr"]
-        for group in training.optimizer.param_groups
-        for value in group["params"]
-    }
+    rate = {names[id(value)]: group["lr"] for group in training.optimizer.param_groups for value in group["params"]}
     warmup_lr = config.schedule.warmup_lr
     expected = {"pos_embed": 0.125, "blocks.0.": 0.25, "blocks.1.": 0.5, "norm": 0.5, "head": 1.0}
     for start, share in expected.items():

@@ -88,9 +88,7 @@ def test_image_at_another_depth_is_an_error(tmp_path, names, first) -> None:
 def test_files_of_other_formats_are_counted(tmp_path, caplog) -> None:
     fill(tmp_path, "cat/1.heic", "cat/2.HEIC", "dog/1.heic", "dog/notes", "dog/Thumbs.db", "a.csv")
     told = f"5 files left out of {tmp_path} (3 .heic, 1 .csv, 1 without an extension)"
-    with pytest.raises(
-        DataError, match=re.escape(f"no images in the sub-folders of {tmp_path}; {told}")
-    ):
+    with pytest.raises(DataError, match=re.escape(f"no images in the sub-folders of {tmp_path}; {told}")):
         list_images(tmp_path)
     fill(tmp_path, "cat/1.jpg", "dog/1.jpg", "dog/2.jpg")
     split = DataConfig(path=str(tmp_path.parent), train_split=tmp_path.name)
@@ -198,9 +196,7 @@ def test_background_shows_through_transparent_pixels(seed: int) -> None:
         assert np.array_equal(found[alpha > 0], stored[alpha > 0]), number
 
 
-def png(
-    bits: int, colour_type: int, row: bytes, level: bytes, size: tuple[int, int] = (2, 1)
-) -> bytes:
+def png(bits: int, colour_type: int, row: bytes, level: bytes, size: tuple[int, int] = (2, 1)) -> bytes:
     """Return a PNG with a row of pixels and a transparent level; Pillow writes no such files."""
     header = struct.pack(">IIBBBBB", *size, bits, colour_type, 0, 0, 0)
     chunks = {b"IHDR": header, b"tRNS": level, b"IDAT": zlib.compress(b"\0" + row), b"IEND": b""}
@@ -315,9 +311,7 @@ def test_torchvision_decodes_plain_jpegs_to_the_same_pixels(mode, turn) -> None:
             found = found.permute(1, 2, 0).numpy().reshape(expected.shape)
         assert np.array_equal(np.asarray(found), expected), name
     colours = {"RGB", "no subsampling", "progressive", "restarts", "upright", "sideways"}
-    assert taken == {"grey"} | (colours if mode == "RGB" else set()) - (
-        {"sideways"} if turn else set()
-    )
+    assert taken == {"grey"} | (colours if mode == "RGB" else set()) - ({"sideways"} if turn else set())
 
 
 def test_a_damaged_jpeg_is_what_pillow_makes_of_it() -> None:

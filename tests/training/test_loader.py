@@ -50,9 +50,7 @@ def test_digits_hold_out_360_of_every_class_alike() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_validation_counts_each_image_once_over_all_processes(
-    config, shard_config, kind, world_size
-) -> None:
+def test_validation_counts_each_image_once_over_all_processes(config, shard_config, kind, world_size) -> None:
     chosen = (config if kind == "folder" else shard_config).changed("data", batch_size=30)
     shares = [val_data(chosen, World(rank, world_size)) for rank in range(world_size)]
     labels = [torch.cat([targets for _, targets in share.batches()]) for share in shares]
@@ -60,9 +58,7 @@ def test_validation_counts_each_image_once_over_all_processes(
 
 
 @pytest.mark.parametrize("kind", ["folder", "wds"])
-def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(
-    config, shard_config, kind
-) -> None:
+def test_steps_do_not_depend_on_loader_processes_nor_on_where_they_start(config, shard_config, kind) -> None:
     chosen = config if kind == "folder" else shard_config
     whole = list(train_data(chosen).steps(0))
     assert len(whole) == 3 * 4
@@ -186,9 +182,7 @@ def test_accents_of_class_names_may_be_composed_or_separate(config, image_folder
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_unreadable_validation_images_are_left_out_from_the_first_pass_on(
-    config, image_folder, num_workers
-) -> None:
+def test_unreadable_validation_images_are_left_out_from_the_first_pass_on(config, image_folder, num_workers) -> None:
     damage(image_folder, "val/birch/1.jpg")
     told = r"1 of 12 images cannot be read.* birch/1\.jpg: Trunc.*; repair or delete them, or"
     with pytest.raises(DataError, match=told.replace(" birch", ".*birch")):
@@ -213,9 +207,7 @@ def overwrite(path: Path) -> None:
 def test_other_contents_under_the_same_names_have_other_fingerprints(
     config, shard_config, kind, images_per_class
 ) -> None:
-    chosen = (config if kind == "folder" else shard_config).changed(
-        "data", images_per_class=images_per_class
-    )
+    chosen = (config if kind == "folder" else shard_config).changed("data", images_per_class=images_per_class)
     source = train_data(chosen).source
     assert train_data(chosen).source.fingerprint == source.fingerprint
     if kind == "folder":
@@ -298,9 +290,7 @@ def test_a_run_tells_of_bad_images_and_goes_on_without_them(
     Image.new("L", (200, 1)).save(image_folder / "val" / "cedar" / "1.jpg")
     folder = tmp_path / "run"
     assert train(config, "--run.output", str(folder)) == 3
-    told = (
-        r"1 of 12 images .* 0.01: .*cedar/1\.jpg: resized from 200 x 1 px, it would have 64,800 pix"
-    )
+    told = r"1 of 12 images .* 0.01: .*cedar/1\.jpg: resized from 200 x 1 px, it would have 64,800 pix"
     assert re.search(told, capsys.readouterr().err)
     more = config.changed("data", max_bad_images=0.3)
     assert train(more, "--run.output", str(folder)) == 0
@@ -327,9 +317,7 @@ def test_a_run_tells_of_bad_images_and_goes_on_without_them(
     assert "no training image of class ash can be read, for example" in capsys.readouterr().err
 
 
-def test_splits_that_are_the_same_images_are_told(
-    config, shard_config, image_folder, caplog
-) -> None:
+def test_splits_that_are_the_same_images_are_told(config, shard_config, image_folder, caplog) -> None:
     told = "the validation images are the training images"
     for chosen in (config, shard_config, config.changed("data", images_per_class=2)):
         open_splits(chosen.data, 4, World())
@@ -366,15 +354,11 @@ def test_a_class_without_images_is_refused_wherever_it_is_named(
 
 def test_a_fraction_of_a_folder_with_splits_is_refused(config) -> None:
     data = dataclasses.replace(config.data, val_fraction=0.1, val_split="validation")
-    with pytest.raises(
-        DataError, match=r"has folders train and val, so .* leave out data\.val_fraction"
-    ):
+    with pytest.raises(DataError, match=r"has folders train and val, so .* leave out data\.val_fraction"):
         open_splits(data, 4, World())
 
 
-def test_a_link_to_nothing_is_an_unreadable_image_at_once(
-    config, image_folder, monkeypatch
-) -> None:
+def test_a_link_to_nothing_is_an_unreadable_image_at_once(config, image_folder, monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits for the file"))
     (image_folder / "val" / "ash" / "link.jpg").symlink_to("nothing")
     with pytest.raises(DataError, match=r"ash/link\.jpg: the link leads to no file"):

@@ -22,9 +22,7 @@ MODELS = {  # with further options
 
 @pytest.mark.ci
 @pytest.mark.parametrize("name", list(MODELS))
-def test_model_of_timm_trains_and_comes_back(
-    name, config, train, evaluate, image_folder, tmp_path
-) -> None:
+def test_model_of_timm_trains_and_comes_back(name, config, train, evaluate, image_folder, tmp_path) -> None:
     config = dataclasses.replace(config, model=ModelConfig(name=name, img_size=32))
     folder = tmp_path / "run"
     arguments = ("--run.output", str(folder), "--schedule.epochs", "2", *MODELS[name])

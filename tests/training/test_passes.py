@@ -156,9 +156,7 @@ def test_a_model_that_cannot_be_recorded_is_an_error_that_names_the_way_out(monk
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("recurrence", "accumulation"), [("longhorn_exact", 2), ("mamba", 1)])
-def test_a_gpu_records_the_eager_run(
-    config, recurrence, accumulation, train, evaluate, monkeypatch, tmp_path
-) -> None:
+def test_a_gpu_records_the_eager_run(config, recurrence, accumulation, train, evaluate, monkeypatch, tmp_path) -> None:
     """20 steps with drop path, dropout, EMA and clipping; then the same with a stop, and eval.py both ways."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     config = everything(config, recurrence, accumulation)

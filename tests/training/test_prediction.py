@@ -48,9 +48,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_rows_are_what_eval_counts(
-    checkpoint, released, image_folder, predict, evaluate, tmp_path, capsys
-) -> None:
+def test_rows_are_what_eval_counts(checkpoint, released, image_folder, predict, evaluate, tmp_path, capsys) -> None:
     for source in (checkpoint, released):
         result, output = tmp_path / "result.json", tmp_path / "predictions.csv"
         data = ("--data.path", str(image_folder), "--per-class", "--json", str(result))
@@ -79,9 +77,7 @@ def test_rows_are_what_eval_counts(
     assert "12 of 12 images read, with vil_tiny" in capsys.readouterr().out
 
 
-def test_folders_and_files_of_every_kind(
-    checkpoint, image_folder, predict, tmp_path, capsys
-) -> None:
+def test_folders_and_files_of_every_kind(checkpoint, image_folder, predict, tmp_path, capsys) -> None:
     """Images that cannot be read have a row with the reason; other files are left out, with their number."""
     inner = tmp_path / "mine" / "2" / "deeper"
     inner.mkdir(parents=True)
@@ -146,9 +142,7 @@ def test_only_its_own_files_are_replaced(checkpoint, image_folder, predict, tmp_
     assert output.read_bytes() == own
 
 
-def test_a_file_that_cannot_be_written_is_told_before_the_work(
-    image_folder, predict, tmp_path, capsys
-) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_the_work(image_folder, predict, tmp_path, capsys) -> None:
     for path in (tmp_path / "missing" / "file", tmp_path, image_folder / "val/ash/0.jpg/file"):
         assert predict(tmp_path / "not read.pt", image_folder, "--output", path, "--overwrite") == 5
         told = f"--output must be a file in a folder that exists and can be written, got {path}"
@@ -191,9 +185,7 @@ def test_the_options_of_a_run_are_followed(checkpoint, predict, image_folder, tm
     assert torch.load(checkpoint, weights_only=True)["config"]["data"]["exif_rotation"]
 
 
-def test_size_average_and_precision_are_those_asked_for(
-    checkpoint, predict, image_folder, tmp_path
-) -> None:
+def test_size_average_and_precision_are_those_asked_for(checkpoint, predict, image_folder, tmp_path) -> None:
     output, found = tmp_path / "one.csv", set()
     command = (checkpoint, image_folder / "val", "--output", output, "--num-workers", 0)
     for options in ((), ("--img-size", 24), ("--ema",), ("--amp", "True")):

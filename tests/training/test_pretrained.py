@@ -20,9 +20,7 @@ FROZEN = ("--optim.lr-base", "0", "--schedule.warmup-lr", "0", "--schedule.min-l
 def open_config(config) -> TrainConfig:
     """Return the configuration with every option unset that weights and data can fill in."""
     unset = dict.fromkeys(("mean", "std", "interpolation", "crop_pct", "crop_mode"))
-    return dataclasses.replace(
-        config, model=ModelConfig(), data=dataclasses.replace(config.data, **unset)
-    )
+    return dataclasses.replace(config, model=ModelConfig(), data=dataclasses.replace(config.data, **unset))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -35,9 +33,7 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> set[str]:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "averaged", "local-dir"])
-def test_run_starts_from_the_weights(
-    kind, open_config, checkpoint, released, train, capsys, tmp_path
-) -> None:
+def test_run_starts_from_the_weights(kind, open_config, checkpoint, released, train, capsys, tmp_path) -> None:
     source = f"local-dir:{released}" if kind == "local-dir" else checkpoint
     ema = ("--model.pretrained-ema",) if kind == "averaged" else ()
     arguments = ("--run.output", str(tmp_path / "tuned"), "--schedule.epochs", "1", *FROZEN, *ema)
@@ -85,9 +81,7 @@ def test_other_classes_get_a_new_head_and_nothing_else(
         assert torch.equal(last["state_dict"][key], first[key]), key
 
 
-def test_killed_run_of_the_same_command_continues_bit_for_bit(
-    open_config, checkpoint, train, tmp_path
-) -> None:
+def test_killed_run_of_the_same_command_continues_bit_for_bit(open_config, checkpoint, train, tmp_path) -> None:
     command = ("--model.pretrained", str(checkpoint), "--run.output")
     assert train(open_config, *command, str(tmp_path / "whole")) == 0
     with at_step(6, die):
@@ -99,9 +93,7 @@ def test_killed_run_of_the_same_command_continues_bit_for_bit(
     assert train(open_config, *command, str(tmp_path / "new")) == 2
 
 
-def test_what_does_not_fit_is_refused(
-    open_config, checkpoint, released, train, capsys, tmp_path
-) -> None:
+def test_what_does_not_fit_is_refused(open_config, checkpoint, released, train, capsys, tmp_path) -> None:
     bare = tmp_path / "bare.pth"
     torch.save(load(checkpoint)["state_dict"], bare)
     capsys.readouterr()

@@ -80,9 +80,7 @@ def seen_in(config: TrainConfig, path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("dataset", ["folder", "wds"])
-def test_copies_of_the_data_that_differ_end_all_processes(
-    dataset, config, image_folder, pack, tmp_path
-) -> None:
+def test_copies_of_the_data_that_differ_end_all_processes(dataset, config, image_folder, pack, tmp_path) -> None:
     def packed(folder: Path) -> Path:
         return pack(folder, folder.with_name(f"{folder.name}-shards"), 8)
 

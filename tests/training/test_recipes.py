@@ -154,11 +154,7 @@ def test_weight_decay_falls_on_the_published_parameters(name) -> None:
     sizes = {"num_classes": 1000, "depth": 1, "embed_dim": 32}
     model, _ = build_model(dataclasses.replace(config, name=name, **sizes))
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.1), lr=1e-3)
-    decay = {
-        id(parameter): group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    decay = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     decayed = {key for key, value in model.named_parameters() if decay[id(value)] == 0.1}
     mixer = ["conv_weight", "x_proj_weight", "dt_weight", "in_proj.weight", "proj.weight"]
     # A_log is a matrix, so the published run decays it regardless of any attribute.
@@ -204,9 +200,7 @@ def test_wrong_recipe_is_refused(tmp_path, text, message) -> None:
 
 def test_numbers_are_those_of_yaml_1_2(tmp_path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(
-        "schedule: {epochs: 010}\noptim: {lr_base: 1e-3, clip_grad: 1}\nrun: {seed: 0x10}\n"
-    )
+    path.write_text("schedule: {epochs: 010}\noptim: {lr_base: 1e-3, clip_grad: 1}\nrun: {seed: 0x10}\n")
     config = read_recipe(path)
     assert (config.schedule.epochs, config.optim.lr_base, config.run.seed) == (10, 1e-3, 16)
     for text in ("1e5", "010", "1:30", "0o17", ".5", "12"):  # names that look like numbers
@@ -222,9 +216,7 @@ def test_a_rate_above_the_peak_is_refused(name) -> None:
     arguments += ["--model.pretrained", "here"] if name == "vil_tiny_finer" else []
     recipe = read_recipe(CONFIGS / f"{name}.yaml")
     peak = recipe.optim.lr_base * 8 / recipe.optim.lr_base_size
-    told = (
-        rf"min_lr {recipe.schedule.min_lr:g} is above the peak rate {peak:g} .* data.batch_size 8"
-    )
+    told = rf"min_lr {recipe.schedule.min_lr:g} is above the peak rate {peak:g} .* data.batch_size 8"
     with pytest.raises(ConfigError, match=told):
         load_config(arguments, CONFIGS / "digits.yaml")
     lower = ["--schedule.min-lr", "1e-9", "--schedule.warmup-lr", "1e-9"]
@@ -264,9 +256,7 @@ def test_paths_name_home_and_variables(kind, monkeypatch, tmp_path) -> None:
     expected = read(str(tmp_path))
     assert all(read(place) == expected for place in ("~", "$PLACE", "${PLACE}"))
     for unknown in ("$NOWHERE", "${NOWHERE}", "~nobody-here"):
-        with pytest.raises(
-            ConfigError, match=rf"\w+ names an unknown .*, {re.escape(unknown)}, got"
-        ):
+        with pytest.raises(ConfigError, match=rf"\w+ names an unknown .*, {re.escape(unknown)}, got"):
             read(unknown)
     with pytest.raises(ConfigError, match=r"\w+ must be UTF-8, got .*udce9.*; rename the file"):
         read(os.fsdecode(b"caf\xe9"))

@@ -69,8 +69,7 @@ def test_images_are_opened_as_in_training(checkpoint, options, tmp_path) -> None
         read = [images.transform()(images.decode(one)) / 255 for one in photographs()]
         expected.append([(image - mean) / deviation for image in read])
     by_timm = [
-        timm.create_model(f"local-dir:{small}", pretrained=True, features_only=features)
-        for features in (False, True)
+        timm.create_model(f"local-dir:{small}", pretrained=True, features_only=features) for features in (False, True)
     ]
     for model in (vil.load(small), vil.load(run), *by_timm):
         prepare = vil.create_transform(model)
@@ -137,9 +136,7 @@ def test_an_image_that_would_be_enlarged_without_bound_is_refused(tmp_path) -> N
         assert prepare(allowed).shape == (3, 224, 224)
     with pytest.raises(ValueError, match="resized"):  # by another step of timm
         vil.create_transform(model, input_size=(3, 224, 192))(thin_file)
-    with pytest.raises(
-        ValueError, match="images can be prepared for 1 or 3 channels, got a model of 4"
-    ):
+    with pytest.raises(ValueError, match="images can be prepared for 1 or 3 channels, got a model of 4"):
         vil.create_transform(timm.create_model("vil_tiny", depth=1, embed_dim=16, in_chans=4))
 
 
@@ -238,9 +235,7 @@ def test_card_has_the_metrics_of_the_log(checkpoint, ema, tmp_path) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["pretrained_cfg"]["license"] == "cc-by-4.0"
     (row,) = rows(checkpoint.parent)
-    top1, loss = (
-        float(row[key]) for key in (("ema_top1", "ema_loss") if ema else ("top1", "val_loss"))
-    )
+    top1, loss = (float(row[key]) for key in (("ema_top1", "ema_loss") if ema else ("top1", "val_loss")))
     low, high = interval(top1, 12)
     assert f"| {top1:.2f} | {low:.1f} to {high:.1f} | {loss:.4f} |" in text
     assert "top-5" not in text  # of four classes

@@ -133,9 +133,7 @@ def test_a_fraction_of_every_class_is_held_out_and_stays_so(tmp_path) -> None:
     few = {"g": 2, "h": 2, "i": 2}
     add_images(tmp_path, {"c": 20, "d": 20, "f": 50} | few, first=500)
     described = ImageSpec().pretrained_cfg(val_fraction=0.1) | {"label_names": [*"abcde"]}
-    weights = dataclasses.replace(
-        make_weights(), config=dataclasses.asdict(new), pretrained_cfg=described
-    )
+    weights = dataclasses.replace(make_weights(), config=dataclasses.asdict(new), pretrained_cfg=described)
     weights = dataclasses.replace(weights, val_exceptions=chosen)
     exceptions = choose_exceptions(new.data, weights)
     assert held_out(new, exceptions) & {*map(str, old)} == before

@@ -58,9 +58,7 @@ def test_run_leaves_everything_it_promises(config, train, capsys, tmp_path) -> N
     assert max(len(speed.sub("", line)) for line in lines) <= 100
 
 
-def test_the_summary_is_of_the_best_epoch_and_of_the_last(
-    config, train, capsys, monkeypatch, tmp_path
-) -> None:
+def test_the_summary_is_of_the_best_epoch_and_of_the_last(config, train, capsys, monkeypatch, tmp_path) -> None:
     scores = iter([[Score(1.0, top1, 100.0, 12, 1.0)] * 2 for top1 in (25.0, 75.0, 50.0)])
     monkeypatch.setattr(loop, "evaluate", lambda *_, **__: next(scores))
     assert train(config, "--run.output", str(tmp_path / "run")) == 0
@@ -71,9 +69,7 @@ def test_the_summary_is_of_the_best_epoch_and_of_the_last(
 
 
 @pytest.mark.parametrize(("minutes", "step"), [("9999", 4), ("0", 6)])
-def test_checkpoints_within_an_epoch_come_by_the_clock(
-    config, minutes, step, train, tmp_path
-) -> None:
+def test_checkpoints_within_an_epoch_come_by_the_clock(config, minutes, step, train, tmp_path) -> None:
     with at_step(6, die):
         arguments = ("--run.output", str(tmp_path / "run"), "--run.save-minutes", minutes)
         assert train(config, *arguments) == 130
@@ -107,9 +103,7 @@ def test_resume_with_other_images_is_refused(config, image_folder, train, capsys
         (image_folder / split / "ash").rename(image_folder / split / "oak")
     assert train(config, "--run.output", str(tmp_path / "run"), "--schedule.epochs", "1") == 3
     told = capsys.readouterr().err
-    assert re.search(
-        "training images differ from .*; missing classes: ash; new classes: oak; res", told
-    )
+    assert re.search("training images differ from .*; missing classes: ash; new classes: oak; res", told)
     (image_folder / "train" / "oak" / "0.jpg").unlink()
     for split in ("train", "val"):
         (image_folder / split / "oak").rename(image_folder / split / "ash")
@@ -157,9 +151,7 @@ def test_useless_weights_end_the_run(config, train, capsys, tmp_path) -> None:
     # The first two epochs train at warmup_lr.
     arguments = ("--run.output", str(tmp_path / "run"), "--optim.lr-base", "1e30")
     assert train(config, *arguments, "--data.batch-size", "32") == 4
-    assert re.fullmatch(
-        r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err
-    )
+    assert re.fullmatch(r"error: the validation loss is (nan|inf) after epoch 3; .*\n", capsys.readouterr().err)
     assert load(tmp_path / "run" / "last.pt")["epoch"] == 2
 
 
@@ -181,14 +173,7 @@ def test_unreadable_images_are_skipped_counted_and_named(
     assert re.search(rf"1 image that could not be read so far.*\n  .*{where}: ", named)
     printed = capsys.readouterr().out
     assert "skipped  1 image, 0 steps" in printed
-    assert (
-        len(
-            re.findall(
-                rf"1 training image cannot be read, replaced by others: .*{where}: ", printed
-            )
-        )
-        == 1
-    )
+    assert len(re.findall(rf"1 training image cannot be read, replaced by others: .*{where}: ", printed)) == 1
     strict = chosen.changed("data", max_bad_images=0.0)
     assert train(strict, "--run.output", str(tmp_path / "strict")) == 3
     assert "1 of 32 training images are unusable, more than" in capsys.readouterr().err
@@ -203,9 +188,7 @@ def blank_first_image(shard: Path) -> None:
     shard.write_bytes(bytes(content))
 
 
-def test_failed_saves_are_told_and_the_last_must_succeed(
-    config, train, capsys, monkeypatch, tmp_path
-) -> None:
+def test_failed_saves_are_told_and_the_last_must_succeed(config, train, capsys, monkeypatch, tmp_path) -> None:
     original, calls = torch.save, []
 
     def full_disk(checkpoint: dict, file: object) -> None:

@@ -49,18 +49,14 @@ def test_steps_hold_the_images_that_deit_gives_them() -> None:
 
 def test_sizes_of_steps_follow_from_the_seed_and_are_drawn_alike() -> None:
     sizes = (12, 16, 24, 32)
-    drawn = {
-        seed: [image_size_of_step(sizes, seed, step) for step in range(2000)] for seed in (0, 1)
-    }
+    drawn = {seed: [image_size_of_step(sizes, seed, step) for step in range(2000)] for seed in (0, 1)}
     for seed, found in drawn.items():
         assert all(450 < count < 550 for count in Counter(found).values())
         assert set(found) == set(sizes)
         pairs = Counter(pairwise(found))  # no size predicts the next
         assert len(pairs) == 16
         assert min(pairs.values()) > 80
-        assert [image_size_of_step(sizes, seed, step) for step in reversed(range(9))] == found[
-            8::-1
-        ]
+        assert [image_size_of_step(sizes, seed, step) for step in reversed(range(9))] == found[8::-1]
     assert drawn[0] != drawn[1]
 
 

@@ -105,9 +105,7 @@ def test_what_the_weights_of_timm_say_of_images_is_in_range() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_would_fail_later_is_one_line(
-    words, expected, program, monkeypatch, tmp_path, capsys
-) -> None:
+def test_what_would_fail_later_is_one_line(words, expected, program, monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     code = program(train_imagenet.main, "--run.output", tmp_path / "out", *words)
     assert expected in (line := capsys.readouterr().err)
@@ -123,8 +121,5 @@ def test_the_help_breaks_lines_at_the_edge_alone(program, monkeypatch, capsys) -
     with pytest.raises(SystemExit):
         program(train_imagenet.main, "--help")
     told = capsys.readouterr().out
-    assert (
-        "a state dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME"
-        in told
-    )
+    assert "a state dict (such as official Vision Mamba weights), local-dir:FOLDER, hf-hub:NAME" in told
     assert "uses the value of model.pretrained, else 0.875." in told

@@ -28,9 +28,7 @@ def made(tmp_path, image_folder, pack) -> Path:
     return pack(image_folder, tmp_path / "made", 5)
 
 
-def open_shards(
-    folder: Path, split: str = "train", num_classes: int = NUM_CLASSES, **changes: Any
-) -> ShardSource:
+def open_shards(folder: Path, split: str = "train", num_classes: int = NUM_CLASSES, **changes: Any) -> ShardSource:
     data = DataConfig(path=str(folder), train_split=split, dataset="wds", **changes)
     return ShardSource(data, training=True, num_classes=num_classes)
 

@@ -112,9 +112,9 @@ def test_validation_crops_as_timm_does(config, crop_mode) -> None:
     images = dataclasses.replace(config.images, crop_mode=crop_mode, crop_pct=0.9)
     image = Image.fromarray(np.arange(30 * 60 * 3, dtype=np.uint8).reshape(30, 60, 3))
     own = images.transform()(image)
-    timms = create_transform(
-        (3, 16, 16), interpolation="bicubic", crop_pct=0.9, crop_mode=crop_mode, normalize=False
-    )(image)
+    timms = create_transform((3, 16, 16), interpolation="bicubic", crop_pct=0.9, crop_mode=crop_mode, normalize=False)(
+        image
+    )
     assert torch.equal(own, timms)
 
 

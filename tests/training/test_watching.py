@@ -57,9 +57,7 @@ def test_every_step_has_a_row_also_a_skipped_one(config, train, tmp_path) -> Non
     [(2, b"9,3,0.12"), (6, b"\0" * 90), (8, b"3,1,1,1,1,1,1\n")],  # as if an append was cut short
     ids=["before-a-checkpoint", "after", "at-one"],
 )
-def test_killed_run_that_continues_has_each_step_once(
-    each_step, moment, rubbish, train, capsys, tmp_path
-) -> None:
+def test_killed_run_that_continues_has_each_step_once(each_step, moment, rubbish, train, capsys, tmp_path) -> None:
     assert train(each_step, "--run.output", str(tmp_path / "whole")) == 0
     with at_step(moment, die):
         assert train(each_step, "--run.output", str(tmp_path / "parts")) == 130

@@ -84,14 +84,10 @@ WAYS = {
         before(reductions, "rebuild_storage_fd"), ConnectionResetError(), 6, "worker died", WORKERS
     ),
     "validation images gone": Way(before(engine, "_score"), DataError("gone"), 3, "gone"),
-    "no memory for a process": Way(
-        begins, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "too little memory"
-    ),
+    "no memory for a process": Way(begins, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), 2, "too little memory"),
     "no memory for a step": Way(begins, OOM, 2, "Tried to allocate 2 GiB); raise run.grad_accum"),
     "no memory on a CPU": Way(before(engine, "_update"), CPU_OOM, 2, "lower data.validation_batch"),
-    "no more files to open": Way(
-        reads, NO_FILES, 2, "limit of open files of this process (ulimit -n)"
-    ),
+    "no more files to open": Way(reads, NO_FILES, 2, "limit of open files of this process (ulimit -n)"),
     "no more files on the machine": Way(
         begins,
         OSError(errno.ENFILE, os.strerror(errno.ENFILE), "/x"),
@@ -104,9 +100,7 @@ WAYS = {
         2,
         "limit of processes and",
     ),
-    "no more threads": Way(
-        begins, RuntimeError("can't start new thread"), 2, "lower data.num_work"
-    ),
+    "no more threads": Way(begins, RuntimeError("can't start new thread"), 2, "lower data.num_work"),
     "no compiler for the GPU": Way(
         begins,
         RuntimeError("Failed to find C compiler. Please specify"),
@@ -117,9 +111,7 @@ WAYS = {
     "a disk that is gone": Way(
         before(loop, "save"), OSError(errno.EIO, "I/O error", "/x"), 5, "/x cannot be read or wr"
     ),
-    "a curve that fails": Way(
-        before(report, "draw_curve"), ValueError("no font"), 0, "no font; training continues"
-    ),
+    "a curve that fails": Way(before(report, "draw_curve"), ValueError("no font"), 0, "no font; training continues"),
 }
 
 
@@ -143,9 +135,7 @@ def left(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(
-    name, chosen, train, capsys, outcomes, tmp_path
-) -> None:
+def test_a_run_ends_in_one_line_and_goes_on_bit_for_bit(name, chosen, train, capsys, outcomes, tmp_path) -> None:
     way, folder, begun = WAYS[name], tmp_path / "run", []
     if not outcomes:
         assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
@@ -192,9 +182,7 @@ def test_optimizers_of_other_packages_are_told(name, config) -> None:
         build(config.changed("optim", opt=name), World(), 4)
 
 
-def test_too_many_bad_images_leave_the_checkpoint_before_them(
-    chosen, image_folder, train, capsys, tmp_path
-) -> None:
+def test_too_many_bad_images_leave_the_checkpoint_before_them(chosen, image_folder, train, capsys, tmp_path) -> None:
     """Steps on replacement images are discarded."""
     chosen, folder = chosen.changed("data", aug_repeats=0), tmp_path / "run"
     assert train(chosen, "--run.output", str(tmp_path / "alone")) == 0
@@ -215,12 +203,8 @@ def test_too_many_bad_images_leave_the_checkpoint_before_them(
     assert_same(left(folder), left(tmp_path / "alone"))
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU]
-)
-def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
-    number, chosen, train, capsys, tmp_path
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGXCPU])
+def test_signal_to_every_process_of_a_run_stops_it_in_good_order(number, chosen, train, capsys, tmp_path) -> None:
     def send() -> None:
         for child in multiprocessing.active_children():
             os.kill(child.pid, number)
@@ -237,9 +221,7 @@ def test_signal_to_every_process_of_a_run_stops_it_in_good_order(
     assert load(tmp_path / "run" / "last.pt")["run"]["step"] == STEP + 1
 
 
-def test_disk_that_hangs_ends_the_run(
-    chosen, image_folder, train, capsys, monkeypatch, tmp_path
-) -> None:
+def test_disk_that_hangs_ends_the_run(chosen, image_folder, train, capsys, monkeypatch, tmp_path) -> None:
     """Nobody writes to the pipes. The timeout is short here; the run must end after one of any length."""
     monkeypatch.setattr(loader, "TIMEOUT", 3)
 
@@ -309,9 +291,7 @@ def test_a_folder_without_sockets_is_told_before_the_workers_start(
 
 
 @pytest.mark.ci
-def test_a_model_that_cannot_be_compiled_is_told(
-    config, train, capsys, monkeypatch, tmp_path
-) -> None:
+def test_a_model_that_cannot_be_compiled_is_told(config, train, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with inductor.patch({"cpp.cxx": (None, "/nowhere/g++")}):
         assert train(config, "--run.output", str(tmp_path / "run"), "--run.torchcompile") == 2

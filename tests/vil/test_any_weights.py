@@ -71,9 +71,7 @@ def test_tensors(kind: str, content: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "damaged.pt"
     names = [name for name in content["state_dict"] if name != "ref_feat_bits"]  # no weight
     for name in random.Random(kind).sample(names, 6):
-        broken = with_value(
-            content, ("state_dict", name), ODD_TENSORS[kind](content["state_dict"][name])
-        )
+        broken = with_value(content, ("state_dict", name), ODD_TENSORS[kind](content["state_dict"][name]))
         torch.save(broken, path)
         told = loads_exactly_or_is_refused(path, broken["state_dict"])
         if kind in ("int8", "bool", "complex64", "1e300", "nan", "sparse", "expanded"):
@@ -101,9 +99,7 @@ def test_tensors(kind: str, content: dict[str, Any], tmp_path: Path) -> None:
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_each_is_told(
-    place: tuple, value: Any, told: str, content: dict[str, Any], tmp_path: Path
-) -> None:
+def test_each_is_told(place: tuple, value: Any, told: str, content: dict[str, Any], tmp_path: Path) -> None:
     torch.save(content, tmp_path / "whole.pt")
     assert loads_exactly_or_is_refused(tmp_path / "whole.pt", content["state_dict"]) is None
     torch.save(with_value(content, place, value), tmp_path / "damaged.pt")

@@ -140,9 +140,7 @@ def test_intermediates_give_patches_in_place_and_the_class_token_apart() -> None
     assert (spatial.shape, prefix.shape) == ((2, 32, 4, 4), (2, 1, 32))
     tokens = torch.cat([prefix, spatial.flatten(2).mT], 1)
     assert torch.allclose(model.norm(tokens), final, atol=1e-6)
-    ((layer, apart),) = model.get_intermediate_layers(
-        images(), n=1, norm=True, return_prefix_tokens=True
-    )
+    ((layer, apart),) = model.get_intermediate_layers(images(), n=1, norm=True, return_prefix_tokens=True)
     assert torch.allclose(torch.cat([apart, layer], 1), final, atol=1e-6)
     early, ((spatial, prefix),) = model.forward_intermediates(
         images(), indices=[1], return_prefix_tokens=True, stop_early=True
@@ -160,9 +158,7 @@ def test_grad_cam_by_hooks(size: tuple[int, int], pool: str) -> None:
     for name, module in (("target", model.blocks[-1].norm), ("last", model.blocks[-1])):
         module.register_forward_hook(lambda _, args, out, n=name: kept.update({n: out}))
     model(images(*size))[:, 3].sum().backward(inputs=[*kept.values()])
-    features, gradients = (
-        model.reshape_transform(t, **grid) for t in (kept["target"], kept["target"].grad)
-    )
+    features, gradients = (model.reshape_transform(t, **grid) for t in (kept["target"], kept["target"].grad))
     assert gradients.abs().amax(1).all()  # of every token
     cam = (gradients.mean((2, 3), keepdim=True) * features).sum(1).relu()
     assert cam.shape == (2, *grid.values())
@@ -181,9 +177,7 @@ def test_reshape_transform_puts_patches_in_place(class_token: bool) -> None:
     for height, width in ((4, 4), (3, 5)):
         _, (expected,) = model.forward_intermediates(images(8 * height, 8 * width), indices=[1])
         assert torch.equal(model.reshape_transform(kept.pop(), height, width), expected)
-    with pytest.raises(
-        ValueError, match=r"tokens must be .* for a grid of \(4, 4\), got \(2, 9, 32"
-    ):
+    with pytest.raises(ValueError, match=r"tokens must be .* for a grid of \(4, 4\), got \(2, 9, 32"):
         model.reshape_transform(torch.zeros(2, 9, 32))
 
 
@@ -273,9 +267,7 @@ def test_the_mixer_takes_the_place_of_attention_but_no_mask() -> None:
 
 
 @pytest.mark.parametrize("exportable", [False, True])
-def test_onnx_of_a_traced_program_is_one_error(
-    exportable: bool, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_onnx_of_a_traced_program_is_one_error(exportable: bool, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     models = [small("vil_tiny", depth=1, exportable=exportable)]
     models.append(torch.nn.Sequential(BidirectionalMixer(32)).eval())
     for model, x in zip(models, (images(), torch.randn(1, 9, 32)), strict=True):
@@ -300,9 +292,7 @@ def test_exports_at_its_own_size_to_onnx(name: str, depth: int, tmp_path: Path) 
     torch.manual_seed(0)
     model, x = timm.create_model(name, depth=depth, exportable=True).eval(), images(224, 224)
     any_batch = ({0: torch.export.Dim.DYNAMIC},)
-    torch.onnx.export(
-        model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False, dynamic_shapes=any_batch
-    )
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False, dynamic_shapes=any_batch)
     session = runtime.InferenceSession(tmp_path / "model.onnx")
     for batch in (x, x[:1], torch.cat((x, x[:1]))):
         (logits,) = session.run(None, {session.get_inputs()[0].name: batch.numpy()})
@@ -338,9 +328,7 @@ def test_bad_arguments_are_named(arguments: dict, error: type, message: str) -> 
         ((32, 37), 4, r"width \(37"),
     ],
 )
-def test_images_of_no_whole_patches_are_refused(
-    size: tuple[int, int], stride: int, told: str
-) -> None:
+def test_images_of_no_whole_patches_are_refused(size: tuple[int, int], stride: int, told: str) -> None:
     message = rf"Input {told}\) is not covered by whole patches of 8 px with stride {stride} px; "
     with pytest.raises(AssertionError, match=f"{message}create .* with dynamic_img_pad=True"):
         small(patch_stride=stride)(images(*size))
@@ -369,9 +357,7 @@ WIDE, SQUARE = {"img_size": (16, 64)}, {"img_size": (32, 32)}  # grids of 2 x 8 
 
 @pytest.mark.parametrize(("of", "into"), [(WIDE, SQUARE), (SQUARE, WIDE)])
 @pytest.mark.parametrize("route", ["load_state_dict", "inside", "filter", "cfg"])
-def test_equal_count_of_patches_is_resampled_from_its_grid(
-    of: dict, into: dict, route: str, tmp_path: Path
-) -> None:
+def test_equal_count_of_patches_is_resampled_from_its_grid(of: dict, into: dict, route: str, tmp_path: Path) -> None:
     source, expected, model = small(**of), small(**of), small(**into)
     expected.set_input_size(into["img_size"])
     assert not torch.equal(expected.pos_embed, source.pos_embed)
@@ -401,9 +387,7 @@ def test_a_grid_that_is_not_recorded_is_refused_if_it_may_be_another(of: dict, i
 
 
 @pytest.mark.parametrize("into_averaged", [True, False])
-def test_weights_with_and_without_a_class_token_are_told_apart(
-    into_averaged: bool, tmp_path: Path
-) -> None:
+def test_weights_with_and_without_a_class_token_are_told_apart(into_averaged: bool, tmp_path: Path) -> None:
     """Load by checkpoint_path and by pretrained=True, where no grid is recorded."""
     averaged = {"class_token": False, "global_pool": "avg"}
     of, into = ({}, averaged) if into_averaged else (averaged, {})

@@ -85,9 +85,7 @@ def direction(p: dict[str, Tensor], xz: Tensor, b: str, A_log: Tensor, skip: Ten
 
 def official_logits(state: dict[str, Tensor], images: Tensor, stride: int = 16) -> Tensor:
     """Return Vision Mamba's logits: middle class token, bimamba v2, divided output."""
-    x = F.conv2d(
-        images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=stride
-    )
+    x = F.conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=stride)
     x = x.flatten(2).transpose(1, 2)
     middle = x.shape[1] // 2
     token = state["cls_token"].expand(x.shape[0], -1, -1)
@@ -99,9 +97,7 @@ def official_logits(state: dict[str, Tensor], images: Tensor, stride: int = 16) 
         y = direction(p, xz, "", p["A_log"], p["D"])
         y_b = direction(p, xz.flip(-1), "_b", p["A_b_log"], p["D_b"]).flip(-1)
         x = x + ((y + y_b) / 2).mT @ p["out_proj.weight"].T
-    return (
-        rms_norm(x, state["norm_f.weight"])[:, middle] @ state["head.weight"].T + state["head.bias"]
-    )
+    return rms_norm(x, state["norm_f.weight"])[:, middle] @ state["head.weight"].T + state["head.bias"]
 
 
 @pytest.mark.parametrize("route", ["load_state_dict", "checkpoint_path", "overlay"])
@@ -158,9 +154,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[dict[str, 
         ("vim_base", "hustvl/Vim-base-midclstok", "vim_b_midclstok_81p9acc.pth"),
     ],
 )
-def test_published_weights_come_from_the_hub(
-    name: str, repository: str, file: str, hub: Callable
-) -> None:
+def test_published_weights_come_from_the_hub(name: str, repository: str, file: str, hub: Callable) -> None:
     stride = 8 if "finer" in name else 16
     state = official_state_dict(stride=stride)
     asked = hub(state)

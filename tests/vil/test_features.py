@@ -39,7 +39,5 @@ def test_features_may_be_sequences(name: str) -> None:
     for sequence, image in zip(features["NLC"], features["NCHW"], strict=True):
         assert torch.equal(sequence, image.flatten(2).mT)
     for wrong in ({"output_fmt": "NHWC"}, {"output_fmt": "NLC", "features_only": False}):
-        with pytest.raises(
-            ValueError, match='output_fmt must be "NCHW" or "NLC", with features_on'
-        ):
+        with pytest.raises(ValueError, match='output_fmt must be "NCHW" or "NLC", with features_on'):
             timm.create_model(name, depth=2, **SMALL | wrong)

@@ -51,9 +51,7 @@ def by_address(x: Tensor, weight: Tensor, bias: Tensor, rows: int, columns: int)
 
 @pytest.mark.parametrize("ratio", [(1, 2), (2, 2), (3, 3), (2, 1), (3, 2)])
 @pytest.mark.parametrize("trained", [(2, 3), (3, 2), (4, 4)])
-def test_taps_meet_the_patch_that_lies_where_it_did(
-    trained: tuple[int, int], ratio: tuple[int, int]
-) -> None:
+def test_taps_meet_the_patch_that_lies_where_it_did(trained: tuple[int, int], ratio: tuple[int, int]) -> None:
     rows, columns = ratio
     H, W = trained[0] * rows, trained[1] * columns
     grid = Grid(H, W, trained, class_token=0)
@@ -79,9 +77,7 @@ def test_a_parabola_of_values_is_met_where_it_says(eighths: int) -> None:
 
 @pytest.mark.parametrize("patch", [(4, 4), (8, 4)], ids=str)
 @pytest.mark.parametrize("size", [(6, 16), (9, 24), (6, 12), (12, 20)])
-def test_class_token_meets_the_centres_of_the_trained_patches(
-    size: tuple[int, int], patch: tuple[int, int]
-) -> None:
+def test_class_token_meets_the_centres_of_the_trained_patches(size: tuple[int, int], patch: tuple[int, int]) -> None:
     """For values that rise evenly over the image, its result is the same at every grid."""
 
     def own_result(H: int, W: int) -> Tensor:
@@ -137,11 +133,7 @@ def scanned(recurrence: str, tokens_per_ref: list[int], repeats: int, scale: flo
     x, dt = torch.randn(2, 1, 1, 1, D, dtype=torch.float64, generator=generator)
     k = scale * torch.randn(1, 1, 1, 4, dtype=torch.float64, generator=generator)
     start = torch.randn(1, D, 4, dtype=torch.float64, generator=generator)
-    A = (
-        -torch.rand(1, D, 4, dtype=torch.float64, generator=generator)
-        if "mamba" in recurrence
-        else None
-    )
+    A = -torch.rand(1, D, 4, dtype=torch.float64, generator=generator) if "mamba" in recurrence else None
     dt = dt - 4 if recurrence == "mamba" else dt
     weight = torch.ones(1, 9, 1, dtype=torch.float64)  # rows: step size, keys, queries
     layout = TokenLayout(tokens_per_ref, None, None, None, None)

@@ -165,14 +165,10 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_entries_of_others_are_left_out(
-    name: str, run: Trained, told: Told, tmp_path: Path
-) -> None:
+def test_entries_of_others_are_left_out(name: str, run: Trained, told: Told, tmp_path: Path) -> None:
     prefix, others = FOREIGN[name]
     wrapped = {prefix + key: value for key, value in run[1].state_dict().items()}
-    torch.save(
-        {"state_dict": wrapped | {k: torch.ones(v) for k, v in others.items()}}, tmp_path / "a"
-    )
+    torch.save({"state_dict": wrapped | {k: torch.ones(v) for k, v in others.items()}}, tmp_path / "a")
     assert torch.equal(logits(vil.load(tmp_path / "a", "vil_tiny", **NO_HEAD)), logits(run[1]))
     line = told()[0]
     assert "25 tensors taken" in line
@@ -218,9 +214,7 @@ def test_the_other_form_is_refused_or_told_of(tmp_path: Path, told: Told) -> Non
     assert told()[1] == logging.INFO
 
 
-def test_released_folder_gives_the_model_bit_for_bit(
-    run: Trained, released: Path, told: Told, tmp_path: Path
-) -> None:
+def test_released_folder_gives_the_model_bit_for_bit(run: Trained, released: Path, told: Told, tmp_path: Path) -> None:
     expected = logits(run[1])
     file = released / "model.safetensors"
     for source in (released, f"local-dir:{released}", file, str(file)):
@@ -234,9 +228,7 @@ def test_released_folder_gives_the_model_bit_for_bit(
 
 
 @pytest.mark.ci
-def test_hub_gives_the_model_bit_for_bit(
-    run: Trained, released: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_gives_the_model_bit_for_bit(run: Trained, released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def download(repo_id: str, filename: str, revision: str | None, **_: object) -> str:
@@ -249,13 +241,9 @@ def test_hub_gives_the_model_bit_for_bit(
 
 
 @pytest.mark.ci
-def test_name_of_a_timm_model_stands_for_its_weights(
-    monkeypatch: pytest.MonkeyPatch, told: Told
-) -> None:
+def test_name_of_a_timm_model_stands_for_its_weights(monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     model = timm.create_model("resnet18", num_classes=1000)
-    monkeypatch.setattr(
-        "timm.models._builder.load_state_dict_from_hf", lambda *_, **__: model.state_dict()
-    )
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *_, **__: model.state_dict())
     images = torch.randn(1, 3, 32, 32)
     assert torch.equal(logits(vil.load("resnet18.a1_in1k"), images), logits(model, images))
     assert told() == ("weights from resnet18.a1_in1k: 122 tensors taken", logging.INFO)
@@ -270,9 +258,7 @@ def test_name_of_a_timm_model_stands_for_its_weights(
     )
     offline = ConnectionError("the hub cannot be reached")
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", Mock(side_effect=offline))
-    told_how = (
-        r'cannot be read as .*: the hub .*; without a network, .* "Without a network" in docs/fin'
-    )
+    told_how = r'cannot be read as .*: the hub .*; without a network, .* "Without a network" in docs/fin'
     with pytest.raises(ValueError, match=told_how):
         vil.load("resnet18.a1_in1k")
 
@@ -308,8 +294,7 @@ def test_other_classes_have_a_new_head(checkpoint: Path, run: Trained, told: Tol
     loaded = vil.load(checkpoint, num_classes=7)
     assert logits(loaded).shape == (2, 7)
     assert told() == (
-        f"weights from {checkpoint}, epoch 1: 23 tensors taken; new head.weight (7, 16), "
-        "head.bias (7,)",
+        f"weights from {checkpoint}, epoch 1: 23 tensors taken; new head.weight (7, 16), head.bias (7,)",
         logging.WARNING,
     )
     assert torch.equal(loaded.forward_features(IMAGES), run[1].forward_features(IMAGES))
@@ -320,9 +305,7 @@ def test_other_classes_have_a_new_head(checkpoint: Path, run: Trained, told: Tol
     assert torch.equal(logits(headless), tokens[:, 0])
 
 
-def test_names_of_classes_are_those_of_the_head(
-    checkpoint: Path, released: Path, tmp_path: Path
-) -> None:
+def test_names_of_classes_are_those_of_the_head(checkpoint: Path, released: Path, tmp_path: Path) -> None:
     for source in (checkpoint, released):
         for arguments in ({}, {"img_size": 32}, {"num_classes": 4}, {"global_pool": "avg"}):
             model = vil.load(source, **arguments)
@@ -390,9 +373,7 @@ def test_other_channels(checkpoint: Path, run: Trained, channels: int) -> None:
 
 @pytest.mark.parametrize("name", ["vil_tiny", "deit_tiny_patch16_224"])
 @pytest.mark.parametrize("features", [False, True])
-def test_images_are_those_that_a_model_was_created_for(
-    name: str, features: bool, tmp_path: Path
-) -> None:
+def test_images_are_those_that_a_model_was_created_for(name: str, features: bool, tmp_path: Path) -> None:
     """However a model is made, saved and loaded: its size and channels, and mean and std for these."""
     sizes = {
         "img_size": 96,
@@ -524,9 +505,7 @@ def test_damaged_files_are_refused(checkpoint: Path, released: Path, tmp_path: P
         refused(lambda: vil.load(path, "vil_tiny"), str(path))
 
 
-def test_what_is_no_source_is_refused(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_source_is_refused(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(
         lambda: vil.load(checkpoint.parent),
         f"{checkpoint.parent} is not",

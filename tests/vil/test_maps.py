@@ -20,9 +20,7 @@ SIZES = ((32, 32), (48, 64), (16, 24))  # the trained size, and others with grid
 def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
     """Return the input (B, E, L) of the output projection of a block, class token first."""
     given: list[Tensor] = []
-    hook = model.blocks[block].mixer.proj.register_forward_pre_hook(
-        lambda _, args: given.append(args[0])
-    )
+    hook = model.blocks[block].mixer.proj.register_forward_pre_hook(lambda _, args: given.append(args[0]))
     with torch.no_grad():
         model.forward_features(images)
     hook.remove()
@@ -33,9 +31,7 @@ def scanned(model: nn.Module, images: Tensor, block: int) -> Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kwargs", KINDS, ids=str)
-def test_matrices_times_values_are_the_mixer(
-    name: str, kwargs: dict, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_matrices_times_values_are_the_mixer(name: str, kwargs: dict, dtype: torch.dtype, tolerance: float) -> None:
     model = small(name, **kwargs).to(dtype)
     for block, size in zip((0, 1, -2), SIZES, strict=True):
         x = images(*size).to(dtype)
@@ -51,9 +47,7 @@ def test_matrices_times_values_are_the_mixer(
         assert not patches[1].tril(-1).any()
 
 
-@pytest.mark.parametrize(
-    "look", [maps.token_matrix, lambda model, x: count_macs(model, x.shape[1:])]
-)
+@pytest.mark.parametrize("look", [maps.token_matrix, lambda model, x: count_macs(model, x.shape[1:])])
 def test_looking_leaves_each_module_in_its_own_mode(look: Callable) -> None:
     model = small(pos_drop_rate=0.5).train()
     model.blocks[0].eval()  # as frozen parts are

@@ -11,12 +11,8 @@ from tests.small import images, small
 
 
 @pytest.mark.parametrize("name", ["vil_tiny", "vil_tiny_exact", "vim_tiny", "vil_tiny_pyramid"])
-@pytest.mark.parametrize(
-    ("size", "inside"), [((8, 16), (32, 32)), ((40, 24), (32, 32)), ((24, 48), (32, 48))]
-)
-def test_sides_near_the_trained_one_are_resized(
-    name: str, size: tuple[int, int], inside: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("size", "inside"), [((8, 16), (32, 32)), ((40, 24), (32, 32)), ((24, 48), (32, 48))])
+def test_sides_near_the_trained_one_are_resized(name: str, size: tuple[int, int], inside: tuple[int, int]) -> None:
     """Only sides below 1.3 times the trained one are resized; tokens come back on the given grid."""
     model, x = small(name), images(*size)
     resized = F.interpolate(x, inside, mode="bicubic", antialias=True)

@@ -48,9 +48,7 @@ WRAPPERS = {
 @pytest.mark.parametrize("decay", [None, 0.5])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", ["vil_tiny_pyramid", "vil_tiny"])
-def test_each_parameter_has_its_rate_and_decay(
-    wrapper: str, name: str, decay: float | None
-) -> None:
+def test_each_parameter_has_its_rate_and_decay(wrapper: str, name: str, decay: float | None) -> None:
     model = WRAPPERS[wrapper](timm.create_model(name, features_only=True, **SMALL))
     groups = vil.param_groups(model, 2.0, 0.1, decay)
     found = {id(p): group for group in groups for p in group["params"]}
@@ -79,10 +77,7 @@ def test_a_step_decays_nothing_that_the_recipe_does_not_and_frozen_parameters_st
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # of the decay alone
     for name, value in model.state_dict().items():
-        kept = (
-            name.endswith(("D", "bias", "pos_embed", "cls_token", "ref_feat_bits"))
-            or value.ndim < 2
-        )
+        kept = name.endswith(("D", "bias", "pos_embed", "cls_token", "ref_feat_bits")) or value.ndim < 2
         changed = not (kept or "patch_embed" in name)
         torch.testing.assert_close(value, before[name] * (0.5 if changed else 1.0))
 
@@ -93,9 +88,7 @@ def test_whole_models_have_timms_groups_and_others_need_a_backbone() -> None:
         theirs = param_groups_layer_decay(model, 0.1, model.no_weight_decay(), layer_decay=0.5)
         expected = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
         groups = vil.param_groups(model, 1.0, 0.1, 0.5)
-        assert {
-            id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]
-        } == expected
+        assert {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]} == expected
     plain = nn.Linear(2, 2)
     decays = {group["weight_decay"] for group in vil.param_groups(plain, 1.0, 0.1)}
     assert decays == {0.0, 0.1}

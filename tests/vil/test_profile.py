@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
         (["vil_tiny", "--img-size", "100"], "patches of 16 px with stride 16 px, got (100, 100)"),
     ],
 )
-def test_bad_arguments_are_named(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err.splitlines()[-1]
@@ -42,9 +40,7 @@ def test_without_a_model_prints_the_table_of_the_documents(
 def test_other_models_at_other_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["vil_tiny", "resnet18", "--img-size", "64"])
     lines = capsys.readouterr().out.splitlines()[-2:]
-    for line, (name, size) in zip(
-        lines, (("vil_tiny", {"img_size": 64}), ("resnet18", {})), strict=True
-    ):
+    for line, (name, size) in zip(lines, (("vil_tiny", {"img_size": 64}), ("resnet18", {})), strict=True):
         model = timm.create_model(name, **size)
         macs = f"{count_macs(model, (3, 64, 64)) / 1e9:.2f}"
         assert name in line

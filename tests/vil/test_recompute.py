@@ -17,9 +17,7 @@ TOKENS = 17  # of the images below
 def small(name: str = "vil_tiny", above: int | None = TOKENS - 1, **options: object) -> nn.Module:
     torch.manual_seed(0)
     options = {"depth": 2, "embed_dim": 32, "num_classes": 5, "drop_path_rate": 0.3} | options
-    model = timm.create_model(
-        name, img_size=32, patch_size=8, checkpoint_min_tokens=above, **options
-    )
+    model = timm.create_model(name, img_size=32, patch_size=8, checkpoint_min_tokens=above, **options)
     return model.train()
 
 
@@ -54,8 +52,7 @@ def test_checkpointed_blocks_are_dropped_alike_when_they_are_computed_again() ->
     models = small(above=None, depth=6), small(above=None, depth=6)
     models[1].set_grad_checkpointing()
     expected, found = (
-        gradients(m, lambda x, m=m: m.forward_intermediates(x, intermediates_only=True)[-1])
-        for m in models
+        gradients(m, lambda x, m=m: m.forward_intermediates(x, intermediates_only=True)[-1]) for m in models
     )
     for one, other in zip(expected, found, strict=True):
         assert one is other is None or torch.equal(one, other)

@@ -56,16 +56,12 @@ def test_passes_and_counts_every_case() -> None:
         (float("nan"), "error", "ZeroDivisionError: division by zero"),
     ],
 )
-def test_fails_on_a_wrong_gradient_and_goes_on_after_a_crash(
-    factor: float, one_way: str, told: str
-) -> None:
+def test_fails_on_a_wrong_gradient_and_goes_on_after_a_crash(factor: float, one_way: str, told: str) -> None:
     status, lines = check(factor, one_way)
     assert status == 1
     assert lines[-1] == "18 passed, 22 failed"  # 18 for the gate, and mamba both ways in 2 dtypes
     assert any("FAIL  bfloat16  cpu bidirectional_scan mamba" in line for line in lines)
     ended = [line for line in lines if f"error inf, {told}" in line]
     assert [line.split()[:5] for line in ended] == [
-        ["FAIL", dtype, "cpu", "scan", "mamba"]
-        for dtype in ("float64", "float32")
-        for reverse in (False, True)
+        ["FAIL", dtype, "cpu", "scan", "mamba"] for dtype in ("float64", "float32") for reverse in (False, True)
     ]

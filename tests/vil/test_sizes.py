@@ -29,9 +29,7 @@ def test_at_the_trained_grid_nothing_changes(name: str) -> None:
 
 @pytest.mark.parametrize("class_token", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_way_to_another_size_is_one_function(
-    name: str, class_token: bool, tmp_path: Path
-) -> None:
+def test_every_way_to_another_size_is_one_function(name: str, class_token: bool, tmp_path: Path) -> None:
     pooled = {} if class_token else {"class_token": False, "global_pool": "avg"}
     model, x = small(name, **pooled), images(64, 48)
     expected = model(x)
@@ -103,9 +101,7 @@ def test_compiled_and_exported(name: str, size: tuple[int, int], tmp_path: Path)
     assert torch.allclose(program(x), results[0][0], atol=1e-6)
 
 
-def onnx(
-    model: nn.Module, x: Tensor, path: Path, axes: tuple[int, ...] = ()
-) -> Callable[[Tensor], Tensor]:
+def onnx(model: nn.Module, x: Tensor, path: Path, axes: tuple[int, ...] = ()) -> Callable[[Tensor], Tensor]:
     """Return a function that runs the model in ONNX Runtime, with any size along ``axes``.
 
     OpenVINO refuses loops that read tensors of the program around them, so there must be none.
@@ -140,9 +136,7 @@ def test_onnx_at_another_grid(tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_onnx_of_any_size_is_refused_where_it_would_be_wrong(tmp_path: Path) -> None:
     arguments, x, path = {"depth": 1, "exportable": True}, images(), tmp_path / "model.onnx"
-    with pytest.raises(
-        torch.onnx.OnnxExporterError, match=r"static, because.*dynamic_img_pad=True"
-    ):
+    with pytest.raises(torch.onnx.OnnxExporterError, match=r"static, because.*dynamic_img_pad=True"):
         onnx(small(grid_aware=False, **arguments), x, path, (3,))
     arguments["dynamic_img_pad"] = True
     with pytest.raises(torch.onnx.OnnxExporterError, match=r"must be static.*grid_aware=False"):

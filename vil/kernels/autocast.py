@@ -25,9 +25,7 @@ def cast(name: str, arguments: tuple[object, ...]) -> tuple[object, ...]:
     return _cast(_ACTIVATIONS[name], arguments, device)
 
 
-def _cast(
-    activations: tuple[int, ...], arguments: tuple[object, ...], device: str
-) -> tuple[object, ...]:
+def _cast(activations: tuple[int, ...], arguments: tuple[object, ...], device: str) -> tuple[object, ...]:
     def cast_one(value: object) -> object:
         castable = isinstance(value, Tensor) and value.is_floating_point()
         if not castable or value.device.type != device or value.dtype == torch.float64:

@@ -105,8 +105,7 @@ def _check_serves(name: str, device: torch.device, asked_by: str) -> None:
     served = "cpu" if name == "cpu" or interpreted else "cuda"
     if device.type != served:
         raise RuntimeError(
-            f'{asked_by} = "{name}" supports tensors on {served}, got tensors on {device}; '
-            'use "auto" or "reference"'
+            f'{asked_by} = "{name}" supports tensors on {served}, got tensors on {device}; use "auto" or "reference"'
         )
     if missing := _missing(package):
         raise RuntimeError(f'{asked_by} = "{name}" needs {package}: {missing}')

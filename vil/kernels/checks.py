@@ -71,9 +71,7 @@ def _check_activation(x: Tensor, name: str, letters: str) -> None:
         raise ValueError(f"{name} must have one of the dtypes {_DTYPES}, got {x.dtype}")
 
 
-def _check(
-    tensor: Tensor, name: str, letters: str, shape: tuple[int, ...], dtypes: tuple, like: Tensor
-) -> None:
+def _check(tensor: Tensor, name: str, letters: str, shape: tuple[int, ...], dtypes: tuple, like: Tensor) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} must have shape ({letters}) = {shape}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:

@@ -48,16 +48,12 @@ def _scan_backward(grad, grad_final, *args, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.vil.mixer)
-def _mixer(
-    xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, *args, **kwargs
-) -> int:
+def _mixer(xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, recurrence, *args, **kwargs) -> int:
     return 2 * sum(_mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence))
 
 
 @register_flop_formula(torch.ops.vil.mixer_backward)
-def _mixer_backward(
-    grad, xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, *args, **kwargs
-) -> int:
+def _mixer_backward(grad, xz, conv_weight, conv_bias, x_proj_weight, dt_weight, dt_bias, A, D, *args, **kwargs) -> int:
     recurrence = args[3]  # after the tensors that the forward pass saved
     again, once = _mixer_macs(xz, conv_weight, x_proj_weight, dt_weight, recurrence)
     return 6 * again + 4 * once

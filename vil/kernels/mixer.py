@@ -101,9 +101,7 @@ class MixerPlan:
         self.writes_halves = backend.writes_halves
         one = (L * width, width, 1) if self.writes_halves else None
         dtype, device, half = xz.dtype, xz.device, xz.stride()
-        self.conv = backend.conv_plan(
-            ConvKey((B, L, E), half, taps, positions, aligned, dtype, device, dx=one)
-        )
+        self.conv = backend.conv_plan(ConvKey((B, L, E), half, taps, positions, aligned, dtype, device, dx=one))
         x_dbl = (B * L * self.columns, L * self.columns, self.columns, 1)
         strides = (self.conv.out_strides, x_dbl, x_dbl, x_dbl, half)
         self.scan = backend.scan_plan(
@@ -162,9 +160,7 @@ def scan_args(
     """Return the arguments of the scan, with low-rank step sizes, and the small projections."""
     B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
-    convolved = conv_forward(
-        plan.conv, x, params.conv_weight, params.conv_bias, order, params.cls_weight
-    )
+    convolved = conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, order, params.cls_weight)
     if x_dbl is None:
         weight = _small_weight(plan, params.x_proj_weight, convolved.dtype)
         x_dbl = torch.bmm(convolved.flatten(1, 2), weight.mT)
@@ -221,9 +217,7 @@ def backward(
         d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
         dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
         d_small_weight = _sum_over_tokens(dx_dbl, tokens)
-        d_x_proj_weight = torch.cat(
-            (d_small_weight[:, 2 * M : 2 * M + R], d_small_weight[:, : 2 * M]), 1
-        )
+        d_x_proj_weight = torch.cat((d_small_weight[:, 2 * M : 2 * M + R], d_small_weight[:, : 2 * M]), 1)
         small_weight = _small_weight(plan, x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, small_weight).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias, d_cls_weight = conv_backward(
@@ -321,9 +315,7 @@ def is_eager(xz: Tensor, params: MixerParams) -> bool:
 _PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
-def run(
-    xz: Tensor, params: MixerParams, recurrence: str, save: bool, order: Order = SEQUENCE
-) -> Tensor:
+def run(xz: Tensor, params: MixerParams, recurrence: str, save: bool, order: Order = SEQUENCE) -> Tensor:
     """Return the first output of ``vil::mixer``, for a call that ``is_eager`` accepts."""
     if torch.is_autocast_enabled(xz.device.type) and xz.dtype != torch.float64:
         xz = xz.to(torch.get_autocast_dtype(xz.device.type))

@@ -52,9 +52,7 @@ def mixer(xz: Tensor, params: MixerParams, recurrence: str, order: Order) -> Ten
     return (F.silu(z) * (y[:, 0] + y[:, 1].flip(1)) / 2).to(dtype)
 
 
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor, order: Order, cls_weight: Tensor | None
-) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, order: Order, cls_weight: Tensor | None) -> Tensor:
     """Return ``conv_forward`` of x, (B, L, E), as (B, 2, L, E), each direction in scan order."""
     if order.order is not None:
         ahead, back = conv_forward(reference.ConvPlan(), x, weight, bias, order, cls_weight)
@@ -74,9 +72,7 @@ def _softplus(v: Tensor) -> Tensor:
     return F.relu(v) + log
 
 
-def _scan(
-    advance: Callable[..., list[Tensor]], tokens: tuple[Tensor, ...], M: int, *constants: Tensor
-) -> Tensor:
+def _scan(advance: Callable[..., list[Tensor]], tokens: tuple[Tensor, ...], M: int, *constants: Tensor) -> Tensor:
     """Return the outputs of ``advance`` for each token, or chunk, along axis 2: (B, 2, L, T, E).
 
     Args:

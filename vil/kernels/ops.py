@@ -158,9 +158,7 @@ def bidirectional_scan(
     return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
 
 
-def _scan_one_direction(
-    tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool
-) -> tuple[Tensor, Tensor]:
+def _scan_one_direction(tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool) -> tuple[Tensor, Tensor]:
     """Return y and the last state, given x, dt, A, q, k, D, bias and initial_state."""
     *tensors, state = (None if t is None else t.unsqueeze(0) for t in tensors)
     save = _has_gradients((*tensors, state))

@@ -104,9 +104,7 @@ def _middle(x: Tensor) -> int:
     return (x.shape[1] - 1) // 2
 
 
-def _class_token(
-    x: Tensor, bias: Tensor, cls_index: Tensor, cls_weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _class_token(x: Tensor, bias: Tensor, cls_index: Tensor, cls_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the tokens, (B, U, D), weights, (2, U, D), and sums before SiLU, (2, B, D)."""
     dtype = compute_dtype(x)
     tokens, shares = x[:, cls_index].to(dtype), cls_weight.to(dtype)

@@ -28,9 +28,7 @@ from vil.kernels.interface import ConvKey, ScanArgs, ScanKey, ScanResult, comput
 RECURRENCES = ("longhorn", "longhorn_exact", "mamba")
 
 
-def step_size(
-    dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str, kappa_scale: float = 1.0
-) -> Tensor:
+def step_size(dt: Tensor, k: Tensor, bias: Tensor | None, recurrence: str, kappa_scale: float = 1.0) -> Tensor:
     """Return eps (Longhorn paper, Theorem 3.1) or softplus(dt + bias) (Mamba).
 
     Args:
@@ -109,10 +107,7 @@ def scan(
         return y.to(args.x.dtype), state[None], None, None
     y_pre_gate = 0
     for direction in (0, 1):
-        y_pre_gate = (
-            y_pre_gate
-            + _scan_direction(raised, direction, recurrence, direction == 1, kappa_scale)[0]
-        )
+        y_pre_gate = y_pre_gate + _scan_direction(raised, direction, recurrence, direction == 1, kappa_scale)[0]
     return (F.silu(raised.z) * y_pre_gate / 2).to(args.x.dtype), None, None, None
 
 
@@ -200,9 +195,7 @@ def dt_proj(dt_low: Tensor, dt_weight: Tensor | None) -> Tensor:
     return dt.reshape(*dt_low.shape[:3], dt.shape[2])
 
 
-def causal_conv1d_bidirectional(
-    x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-) -> Tensor:
+def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     """Convolve every channel causally (index 0) and anti-causally (index 1), then apply SiLU.
 
     Index 1 is the causal convolution of the reversed sequence, reversed back: its tap K - 1 meets
@@ -278,9 +271,7 @@ def gradients(
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
         _, pull_back = torch.func.vjp(of_present, *(inputs[i] for i in present))
         for i, g in zip(present, pull_back(grad), strict=True):
-            grads[i] = (
-                g.clone()
-            )  # g may be the incoming gradient, which an operator must not return
+            grads[i] = g.clone()  # g may be the incoming gradient, which an operator must not return
     return tuple(grads)
 
 
@@ -288,9 +279,7 @@ def causal_conv1d_bidirectional_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of ``causal_conv1d_bidirectional`` for x, weight and bias."""
-    return gradients(
-        lambda *tensors: causal_conv1d_bidirectional(*tensors, order), (x, weight, bias), grad
-    )
+    return gradients(lambda *tensors: causal_conv1d_bidirectional(*tensors, order), (x, weight, bias), grad)
 
 
 class ConvPlan(NamedTuple):
@@ -300,9 +289,7 @@ class ConvPlan(NamedTuple):
     out_strides = ()
     """Strides of the result; empty, because this backend does not fix them."""
 
-    def forward(
-        self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
         """Return the result of ``causal_conv1d_bidirectional``."""
         return causal_conv1d_bidirectional(x, weight, bias, order)
 

@@ -40,16 +40,13 @@ def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], Custo
 
 
 _SCANNED = (
-    "Tensor x, Tensor dt, Tensor? A, Tensor q, Tensor k, Tensor? D, Tensor? bias, Tensor? z, "
-    "Tensor? initial_state"
+    "Tensor x, Tensor dt, Tensor? A, Tensor q, Tensor k, Tensor? D, Tensor? bias, Tensor? z, Tensor? initial_state"
 )
 _MIXED = (
     "Tensor xz, Tensor conv_weight, Tensor conv_bias, Tensor x_proj_weight, Tensor dt_weight, "
     "Tensor dt_bias, Tensor? A, Tensor D"
 )
-_ORDERED = (
-    "Tensor? cls_weight{0}, Tensor? order{0}, Tensor? cls_index{0}, SymInt[2] tokens_per_ref{1}"
-)
+_ORDERED = "Tensor? cls_weight{0}, Tensor? order{0}, Tensor? cls_index{0}, SymInt[2] tokens_per_ref{1}"
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -62,10 +59,7 @@ def _tensors(count: int) -> str:
 def _empty_gradients(inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """Return uninitialised gradients for ``inputs``, empty for None."""
     like = inputs[0]
-    return tuple(
-        like.new_empty(0) if t is None else torch.empty_like(t, memory_format=_CONTIGUOUS)
-        for t in inputs
-    )
+    return tuple(like.new_empty(0) if t is None else torch.empty_like(t, memory_format=_CONTIGUOUS) for t in inputs)
 
 
 def _pack_grads(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
@@ -85,9 +79,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _unpack_grads(
-    grads: tuple[Tensor, ...], inputs: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
+def _unpack_grads(grads: tuple[Tensor, ...], inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Undo ``_pack_grads`` for the gradients of ``inputs``."""
     return tuple(None if t is None else g for g, t in zip(grads, inputs, strict=True))
 
@@ -187,9 +179,7 @@ def _scan_autograd(ctx, grad: Tensor | None, grad_final: Tensor | None, *_: None
             return out, out.new_empty(0, dtype=grad_final.dtype) if final is None else final
 
         return (*reference.gradients(outputs, inputs, (grad, grad_final)), None, None, None)
-    grads = torch.ops.vil.scan_backward(
-        grad, grad_final, *inputs, y_pre_gate, states, ctx.recurrence, ctx.reverse
-    )
+    grads = torch.ops.vil.scan_backward(grad, grad_final, *inputs, y_pre_gate, states, ctx.recurrence, ctx.reverse)
     return (*_unpack_grads(grads, inputs), None, None, None)
 
 
@@ -266,9 +256,7 @@ def _mixer_autograd(ctx, grad: Tensor | None, *_: None) -> tuple:
     else:
         saved = (x_dbl, y_pre_gate, states)
         *tensors, cls_weight = inputs
-        grads = torch.ops.vil.mixer_backward(
-            grad, *tensors, *saved, ctx.recurrence, cls_weight, *order
-        )
+        grads = torch.ops.vil.mixer_backward(grad, *tensors, *saved, ctx.recurrence, cls_weight, *order)
         grads = _unpack_grads(grads, inputs)
     *grads, d_cls_weight = grads
     return (*grads, None, None, d_cls_weight, None, None, None)

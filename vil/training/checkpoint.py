@@ -62,7 +62,8 @@ class RunState:
     bad_images: dict[int, str] = field(default_factory=dict)
     """Unreadable training images found so far, by index, with the reason."""
     unreadable: dict[int, str] = field(default_factory=dict)
-    """Unreadable held-out images, by index, with the reason. They were found before the first step, and are left out."""
+    """Unreadable held-out images, by index, with the reason. They were found before the first step, and are left out.
+    """
     val_exceptions: list[str] = field(default_factory=list)
     """Images, as <class>/<name>, that are on the other side of data.val_fraction than their hash says."""
     bad_steps: dict[int, float] = field(default_factory=dict)
@@ -192,10 +193,7 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
         if path.name == LAST and state.best_is_last:  # the run was killed before it linked best.pt
             link_atomically(path, folder / BEST)
         if state.best_epoch and not is_there(folder / BEST):
-            log.warning(
-                f"{folder / BEST} of epoch {state.best_epoch} is missing; only a better epoch "
-                f"writes it again"
-            )
+            log.warning(f"{folder / BEST} of epoch {state.best_epoch} is missing; only a better epoch writes it again")
         return saved
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     if damaged:
@@ -205,8 +203,7 @@ def load_newest(folder: Path) -> dict[str, Any] | None:
         )
     if names:
         raise OutputError(
-            f"output folder {folder} contains {names[0]}, but no run to resume; choose another "
-            f"--run.output"
+            f"output folder {folder} contains {names[0]}, but no run to resume; choose another --run.output"
         )
     return None
 
@@ -261,9 +258,7 @@ def merged(saved: dict[str, Any] | None, new: TrainConfig) -> tuple[TrainConfig,
     before, filled, after = flat(asked), flat(config), flat(new)
     free, allowed = marked("free"), marked("changeable") if new.run.allow_changes else set()
     # Stating a value that was filled in before is not a change.
-    changed = {
-        key for key in before if key not in free and after[key] not in (before[key], filled[key])
-    }
+    changed = {key for key in before if key not in free and after[key] not in (before[key], filled[key])}
     refused = sorted(changed - allowed)
     if refused:
         changes = ", ".join(f"{key} ({filled[key]} -> {after[key]})" for key in refused)
@@ -297,9 +292,7 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
             now = run.train_source.classes or ()
             for which, names in (("missing", {*before} - {*now}), ("new", {*now} - {*before})):
                 message += f"; {which} classes: {named(sorted(names))}" if names else ""
-            message += (
-                "; restore them to resume the run, or choose another --run.output to start another"
-            )
+            message += "; restore them to resume the run, or choose another --run.output to start another"
             raise DataError(message, everywhere=True)
     try:
         _load(run.setup.model, saved["state_dict"])
@@ -307,9 +300,7 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
             _load(model, saved["state_dict_ema"])
         run.setup.optimizer.load_state_dict(saved["optimizer"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        message = (
-            f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}"
-        )
+        message = f"checkpoint {origin} does not fit {run.config.model.name} and {run.config.optim.opt}"
         raise OutputError(f"{message}: {first_line(error)}", everywhere=True) from error
     state = _STATE.validate_python(saved["run"])
     run.state = dataclasses.replace(state, best_key=run.state.best_key)

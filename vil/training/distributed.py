@@ -22,9 +22,7 @@ from vil.messages import first_line
 from vil.training.errors import ConfigError, LostProcessError, is_dead_loader
 from vil.training.settings import RunConfig
 
-_LOST = re.compile(
-    "closed by peer|reset by peer|Broken pipe|remote process exited|Timed out waiting|timeout"
-)
+_LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited|Timed out waiting|timeout")
 _MEETING = timedelta(minutes=5)  # all ranks start together, so a missing rank has died
 _TIMEOUT = timedelta(minutes=30)  # must be longer than opening the data on a slow disk
 
@@ -86,8 +84,8 @@ class World:
 def connect(run: RunConfig) -> Iterator[World]:
     """Initialise the process group for the duration of a run: gloo between CPUs, NCCL between GPUs.
 
-    Raises ConfigError if the device does not exist, the launcher's variables are invalid, or the rendezvous fails. Raises
-    LostProcessError if another process does not join, or dies during the run.
+    Raises ConfigError if the device does not exist, the launcher's variables are invalid, or the rendezvous fails.
+    Raises LostProcessError if another process does not join, or dies during the run.
     """
     world = _world(run)
     if world.size == 1:
@@ -107,9 +105,7 @@ def connect(run: RunConfig) -> Iterator[World]:
     except RuntimeError as error:
         if not _LOST.search(str(error)) or is_dead_loader(error):
             raise
-        raise LostProcessError(
-            "another process of the run died; see its own error message"
-        ) from error
+        raise LostProcessError("another process of the run died; see its own error message") from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -135,9 +131,7 @@ def _store() -> dist.Store:
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"the processes cannot connect at MASTER_ADDR:MASTER_PORT: {first_line(error)}"
-        ) from error
+        raise ConfigError(f"the processes cannot connect at MASTER_ADDR:MASTER_PORT: {first_line(error)}") from error
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt{attempt}", store)

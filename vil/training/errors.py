@@ -115,9 +115,7 @@ def explained(error: Exception) -> UserError | None:
             f"or leave out run.torchcompile"
         )
     # Out of memory on the CPU has no exception type of its own.
-    no_memory = any(
-        words in message for words in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM))
-    )
+    no_memory = any(words in message for words in ("DefaultCPUAllocator", os.strerror(errno.ENOMEM)))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or no_memory:
         return ConfigError(
             f"too little memory ({first_line(error)}); raise run.grad_accum_steps, which keeps the batch, or lower "
@@ -129,9 +127,7 @@ def explained(error: Exception) -> UserError | None:
             f"model.img_size, or lower run.grad_accum_steps"
         )
     if isinstance(error, OSError) and error.errno is not None:  # not handled by any caller
-        return OutputError(
-            f"{error.filename or 'a file'} cannot be read or written: {error.strerror}"
-        )
+        return OutputError(f"{error.filename or 'a file'} cannot be read or written: {error.strerror}")
     if is_dead_loader(error):
         return LostProcessError(
             f"a data-loading worker failed ({first_line(error)}); if memory is short, lower "

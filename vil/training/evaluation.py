@@ -186,9 +186,7 @@ def place_of_data(trained_on: DataConfig, options: EvalDataConfig) -> DataConfig
         chosen = {"val_fraction": 0.0} | chosen  # all images of a split that is named
     data = dataclasses.replace(trained_on, **chosen)
     if data.dataset != "digits" and data.path is None:
-        raise ConfigError(
-            f"data.dataset {data.dataset} needs --data.path, the root folder of the data"
-        )
+        raise ConfigError(f"data.dataset {data.dataset} needs --data.path, the root folder of the data")
     return data
 
 
@@ -204,8 +202,7 @@ def open_data(subject: Subject, data: DataConfig, world: World) -> Source:
     check_classes({"model": names, "data": source.classes})
     if source.classes is not None and len(source.classes) != num_classes:
         raise DataError(
-            f"the data has {len(source.classes)} classes and the model, whose class names are "
-            f"unknown, {num_classes}",
+            f"the data has {len(source.classes)} classes and the model, whose class names are unknown, {num_classes}",
             everywhere=True,
         )
     return source
@@ -314,9 +311,7 @@ def json_path(options: EvalConfig) -> Path | None:
     parts += [] if options.img_size is None else [f"{options.img_size}px"]
     if options.data.path is not None:
         parts.append(Path(options.data.path).resolve().name)
-    asked = {key: getattr(options, key) for key in _NAMED_OPTIONS} | dataclasses.asdict(
-        options.data
-    )
+    asked = {key: getattr(options, key) for key in _NAMED_OPTIONS} | dataclasses.asdict(options.data)
     for key, value in asked.items():  # a sweep over an option keeps all of its results
         if value is not None and key not in _SAME_RESULT:
             parts.append(re.sub(r"[^\w.]+", "-", f"{key}-{value}").strip("-."))
@@ -337,8 +332,7 @@ def _refuse_others(path: Path, result: dict[str, Any]) -> None:
     for key in ("dataset", "path", "split"):
         if key in result and earlier.get(key) != result[key]:
             raise OutputError(
-                f"{path} has the evaluation of other data ({key} {earlier.get(key)}); choose "
-                f"another --json"
+                f"{path} has the evaluation of other data ({key} {earlier.get(key)}); choose another --json"
             )
 
 
@@ -360,8 +354,7 @@ def describe(result: dict[str, Any]) -> str:
     ]
     rows = sorted(result.get("per_class", {}).items(), key=lambda item: item[1]["top1"])
     lines += [
-        f"class    {row['top1']:6.2f}%   of {counted(row['num_images'], 'image')}   "
-        f"{printable(name)}"
+        f"class    {row['top1']:6.2f}%   of {counted(row['num_images'], 'image')}   {printable(name)}"
         for name, row in rows  # worst class first
     ]
     mistakes = [
@@ -374,9 +367,7 @@ def describe(result: dict[str, Any]) -> str:
         for number, true, found in sorted(mistakes, key=lambda one: -one[0])[:MAX_PRINTED]
     ]
     wrong = result.get("wrong", [])
-    lines += [
-        f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:MAX_PRINTED]
-    ]
+    lines += [f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:MAX_PRINTED]]
     if len(wrong) > MAX_PRINTED:
         lines.append(f"wrong    and {len(wrong) - MAX_PRINTED:,} more images, in the JSON file")
     return "\n".join(lines)

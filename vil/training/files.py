@@ -53,9 +53,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def check_target(path: Path, option: str) -> None:
     """Raise OutputError if no file can be written at a path; to be called before the work that it is for."""
     if path.is_dir() or not os.access(f"{path.parent}/", os.W_OK):
-        raise OutputError(
-            f"{option} must be a file in a folder that exists and can be written, got {path}"
-        )
+        raise OutputError(f"{option} must be a file in a folder that exists and can be written, got {path}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -121,9 +119,7 @@ def _lock(file: BinaryIO, folder: Path) -> None:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             raise OutputError(f"output folder {folder} is in use by another process") from error
         if error.errno not in _NO_LOCKS:
-            raise OutputError(
-                f"output folder {folder} cannot be locked: {error.strerror}"
-            ) from error
+            raise OutputError(f"output folder {folder} cannot be locked: {error.strerror}") from error
         log.warning(
             f"the disk of {folder} does not support locks ({error.strerror}): a second process "
             f"that writes there will not be noticed"

@@ -66,16 +66,11 @@ def list_split(data: DataConfig, training: bool, exceptions: Collection[str] = (
         )
     whole, exceptions = _list_undivided(data, warn=training), {*exceptions}
     folder, paths, classes, labels = whole
-    held_out = [
-        (_hashed(name) < data.val_fraction) != (name in exceptions) for name in whole.names()
-    ]
+    held_out = [(_hashed(name) < data.val_fraction) != (name in exceptions) for name in whole.names()]
     left = {label for label, out in zip(labels, held_out, strict=True) if not out}
     if len(left) < len(classes):
         name = next(name for label, name in enumerate(classes) if label not in left)
-        raise DataError(
-            f"data.val_fraction {data.val_fraction:g} leaves class {printable(name)} no image to "
-            f"train on"
-        )
+        raise DataError(f"data.val_fraction {data.val_fraction:g} leaves class {printable(name)} no image to train on")
     taken = [place for place, out in enumerate(held_out) if out != training]
     return Listing(folder, [paths[i] for i in taken], classes, [labels[i] for i in taken])
 
@@ -149,8 +144,7 @@ def list_images(folder: Path, warn: bool = True, all_classes: bool = True) -> Li
     if len(folders) < len(names):
         twice = next(name for name in names if name not in folders.values())
         raise DataError(
-            f"two folders in {where} have the name {printable(twice)}, with composed and with "
-            f"separate accents"
+            f"two folders in {where} have the name {printable(twice)}, with composed and with separate accents"
         )
     classes = tuple(sorted(folders, key=natural_key))
     places = {name: place for place, name in enumerate(classes)}
@@ -166,9 +160,7 @@ def list_images(folder: Path, warn: bool = True, all_classes: bool = True) -> Li
         labels += [places[name]] * len(images)
         empty += [] if images else [own]
     if stray:
-        raise DataError(
-            printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>")
-        )
+        raise DataError(printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>"))
     check_found(paths, others if warn else Counter(), where, "the sub-folders of ")
     hidden = []
     for path in sorted(folder.glob(".*")) if warn else ():
@@ -183,9 +175,7 @@ def list_images(folder: Path, warn: bool = True, all_classes: bool = True) -> Li
         where, others = printable(str(folder / empty[0])), _look_into(folder / empty[0])[2]
         raise DataError(
             f"class folder {where} has no images ({len(empty)} of {len(classes)} class folders "
-            f"have none); add images, or delete the folder"
-            + f"; {_describe_left_out(others, where)}"
-            * bool(others)
+            f"have none); add images, or delete the folder" + f"; {_describe_left_out(others, where)}" * bool(others)
         )
     return Listing(folder, paths, classes, labels)
 
@@ -216,8 +206,7 @@ def _describe_left_out(others: Counter[str], where: str) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in others.most_common())
     cure = "; convert .heic files to JPEG first" * bool(others.keys() & {".heic", ".heif"})
     return (
-        f"{counted(others.total(), 'file')} left out of {where} ({kinds}), because these "
-        f"extensions are not read{cure}"
+        f"{counted(others.total(), 'file')} left out of {where} ({kinds}), because these extensions are not read{cure}"
     )
 
 
@@ -255,7 +244,5 @@ def _look_into(folder: Path) -> tuple[list[str], list[str], Counter[str]]:
                 elif name not in _OF_A_DESKTOP:
                     others[printable(Path(name).suffix.lower()) or "without an extension"] += 1
     except OSError as error:
-        raise DataError(
-            f"folder {printable(str(folder))} cannot be read: {error.strerror}"
-        ) from error
+        raise DataError(f"folder {printable(str(folder))} cannot be read: {error.strerror}") from error
     return folders, images, others

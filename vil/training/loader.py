@@ -152,9 +152,7 @@ class ValData:
         for _, targets in self.batches():
             read += len(targets) * self.world.size
             count = min(read, self.num_images)
-            pulse.beat(
-                f"read {count:,} of {self.num_images:,} held-out images to find damaged ones"
-            )
+            pulse.beat(f"read {count:,} of {self.num_images:,} held-out images to find damaged ones")
         self.settle()
 
     def settle(self) -> None:
@@ -263,8 +261,7 @@ class _TrainImages(Dataset):
             index = key("replacement", *place) % self.source.num_images
         last, why = list(bad.items())[-1]
         raise DataError(
-            f"{MAX_TRIES} training images in a row cannot be read, the last: "
-            f"{self.source.name(last)}: {why}"
+            f"{MAX_TRIES} training images in a row cannot be read, the last: {self.source.name(last)}: {why}"
         )
 
 

@@ -124,9 +124,7 @@ def build(
     )
 
 
-def _scheduler(
-    optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int
-) -> Scheduler:
+def _scheduler(optimizer: torch.optim.Optimizer, config: TrainConfig, steps_per_epoch: int) -> Scheduler:
     """Create the schedule of ``ScheduleConfig.by``, in epochs or in steps."""
     schedule = config.schedule
     arguments: dict[str, Any] = {"num_epochs": schedule.epochs, "warmup_lr": schedule.warmup_lr}
@@ -162,8 +160,7 @@ def _check_size(model: nn.Module, config: ModelConfig, size: int) -> None:
         if not getattr(model, "dynamic_img_size", True):
             cure = f"pass --model.args dynamic_img_size=True, or {cure}"
         raise ConfigError(
-            f"data.img_sizes {size}: {config.name} does not support images of {size} px "
-            f"({one_line(error)}); {cure}"
+            f"data.img_sizes {size}: {config.name} does not support images of {size} px ({one_line(error)}); {cure}"
         ) from error
 
 
@@ -211,9 +208,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, lr: float) -> torch.o
     except (TypeError, ValueError, AssertionError, ImportError) as error:  # no APEX, say
         raise ConfigError(f"cannot create optimizer {config.opt}: {one_line(error)}") from error
     if getattr(optimizer, "is_second_order", False):
-        raise ConfigError(
-            f"optim.opt {config.opt} needs second derivatives, which the trainer does not compute"
-        )
+        raise ConfigError(f"optim.opt {config.opt} needs second derivatives, which the trainer does not compute")
     return optimizer
 
 
@@ -233,9 +228,7 @@ def _statistics(model: nn.Module) -> list[torch.Tensor]:
     return [value for name, value in named if name.rpartition(".")[2] in _STATISTICS]
 
 
-def _distribute(
-    training_pass: TrainingPass, model: nn.Module, config: ModelConfig, world: World
-) -> nn.Module:
+def _distribute(training_pass: TrainingPass, model: nn.Module, config: ModelConfig, world: World) -> nn.Module:
     """Wrap the training pass in DistributedDataParallel if there are several processes.
 
     After its first backward pass, DistributedDataParallel rebuilds its buckets in the order in which
@@ -248,9 +241,7 @@ def _distribute(
     devices = [world.device] if world.device.type == "cuda" else None
     renamed = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
     sync = {"forward_sync_buffers" if renamed else "broadcast_buffers": bool(_statistics(model))}
-    averaging = DistributedDataParallel(
-        training_pass, devices, gradient_as_bucket_view=True, **sync
-    )
+    averaging = DistributedDataParallel(training_pass, devices, gradient_as_bucket_view=True, **sync)
     averaging.eval()  # keeps batch-norm statistics unchanged, and records nothing
     images = torch.zeros(1, config.in_chans, config.img_size, config.img_size, device=world.device)
     targets = torch.zeros(1, dtype=torch.long, device=world.device)

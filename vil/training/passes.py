@@ -41,9 +41,7 @@ def describe(run: RunConfig, device: torch.device) -> str:
 class TrainingPass(nn.Module):
     """Forward pass and loss of a micro-batch, whose backward pass adds to the gradients of the parameters."""
 
-    def __init__(
-        self, model: nn.Module, criterion: nn.Module, run: RunConfig, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, criterion: nn.Module, run: RunConfig, device: torch.device) -> None:
         """Keep the model, which returns logits (B, classes), and the criterion of logits and targets; copy nothing."""
         super().__init__()
         self.model, self.criterion = model, criterion
@@ -93,17 +91,15 @@ class _Differentiated(torch.autograd.Function):
     """A loss whose gradients are known already; only its own backward pass may follow."""
 
     @staticmethod
-    def forward(
-        ctx: Any, loss: Tensor, gradients: list[Tensor | None], copied: bool, *_: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], copied: bool, *_: Tensor) -> Tensor:
         ctx.gradients, ctx.copied = gradients, copied
         return loss.clone()  # the next pass overwrites the loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        # PyTorch makes a gradient without another owner a parameter's own, and copies any other one. Without a copy, the
-        # next micro-batch would overwrite what it should add to.
+        # PyTorch makes a gradient without another owner a parameter's own, and copies any other one. Without a copy,
+        # the next micro-batch would overwrite what it should add to.
         own = [g if g is None or ctx.copied else g.detach() for g in ctx.gradients]
         return None, None, None, *own
 
@@ -125,8 +121,8 @@ class _Graphs:
     def __init__(self, function: Callable[..., Sequence[Tensor | None]], model: nn.Module) -> None:
         """Record nothing yet.
 
-        The function, which calls the model, may change its buffers. Apart from the weights and the random states, it must
-        not depend on anything that changes between calls.
+        The function, which calls the model, may change its buffers. Apart from the weights and the random states, it
+        must not depend on anything that changes between calls.
         """
         self.function, self.model = function, model
         self.recordings: dict[Any, _Recording] = {}
@@ -134,7 +130,9 @@ class _Graphs:
         self.everywhere.add(self)
 
     def __call__(self, *arguments: Tensor) -> Sequence[Tensor | None]:
-        """Return the function's results, in memory that the next call overwrites; raise ConfigError if it cannot record."""
+        """Return the function's results, in memory that the next call overwrites; raise ConfigError if it cannot
+        record.
+        """
         key = tuple((argument.shape, argument.dtype) for argument in arguments)
         if key not in self.recordings:
             self.recordings[key] = self._record(tuple(a.clone() for a in arguments))

@@ -172,15 +172,12 @@ def _check_free(options: PredictConfig) -> None:
     check_target(path, "--output")
     header = ",".join((*_FIRST_COLUMNS, "class_1", "probability_1")).encode()
     if not options.overwrite and path.exists() and not path.read_bytes().startswith(header):
-        raise OutputError(
-            f"{path} exists and is not a file of predict.py; choose another, or pass --overwrite"
-        )
+        raise OutputError(f"{path} exists and is not a file of predict.py; choose another, or pass --overwrite")
 
 
 def _line(one: Prediction) -> str:
     result = one.error or ", ".join(
-        f"{printable(name)} {share:.1%}"
-        for name, share in zip(one.classes, one.probabilities, strict=True)
+        f"{printable(name)} {share:.1%}" for name, share in zip(one.classes, one.probabilities, strict=True)
     )
     return f"{printable(str(one.path))}: {result}"
 

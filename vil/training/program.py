@@ -90,8 +90,8 @@ def check_workers(num_workers: int) -> None:
             Listener().close()
     except OSError as error:
         raise ConfigError(
-            f"data-loading workers need sockets in the folder for temporary files, where none can be made ({error}); set "
-            f"TMPDIR to a writable folder whose path is shorter than 75 characters, or use no workers"
+            f"data-loading workers need sockets in the folder for temporary files, where none can be made ({error}); "
+            f"set TMPDIR to a writable folder whose path is shorter than 75 characters, or use no workers"
         ) from error
 
 

@@ -96,9 +96,7 @@ def read_recipe(path: Path) -> TrainConfig:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}", everywhere=True) from error
     except Exception as error:  # yaml raises many types, as for the date 2026-99-99
-        raise ConfigError(
-            f"--config {path} is not YAML: {one_line(error)}", everywhere=True
-        ) from error
+        raise ConfigError(f"--config {path} is not YAML: {one_line(error)}", everywhere=True) from error
     origin = f"--config {path}: "
     try:
         sections = _expanded({} if sections is None else sections, "")
@@ -134,13 +132,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 _INT = r"[-+]?[0-9]+$|0o[0-7]+$|0x[0-9a-fA-F]+$"  # the core schema of YAML 1.2, 10.3.2
-_FLOAT = (
-    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
-)
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
 for _kind, _form in (("int", _INT), ("float", _FLOAT)):
-    _Loader.add_implicit_resolver(
-        f"tag:yaml.org,2002:{_kind}", re.compile(_form), [*"-+.0123456789"]
-    )
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(_form), [*"-+.0123456789"])
 _Loader.add_constructor(
     "tag:yaml.org,2002:int",
     lambda _, node: int(node.value, 0 if "x" in node.value or "o" in node.value else 10),
@@ -150,8 +144,8 @@ _Loader.add_constructor(
 def from_dict(values: Any, origin: str, kind: type[_Options] = TrainConfig) -> _Options:
     """Build validated settings from plain values; used for YAML, command line and checkpoints.
 
-    Missing fields get their defaults. Raises ConfigError, whose line begins with ``origin`` and lists all problems, if a
-    name is unknown or a value out of range.
+    Missing fields get their defaults. Raises ConfigError, whose line begins with ``origin`` and lists all problems, if
+    a name is unknown or a value out of range.
     """
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
@@ -173,11 +167,7 @@ def _described(problem: Any) -> str:
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{name} is not an option"
     value = problem["input"]
-    shown = (
-        " ".join(map(short_repr, value[:8]))
-        if isinstance(value, list | tuple)
-        else short_repr(value)
-    )
+    shown = " ".join(map(short_repr, value[:8])) if isinstance(value, list | tuple) else short_repr(value)
     return f"{name or 'it'} {words}, got {shown or 'none'}"
 
 

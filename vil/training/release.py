@@ -71,9 +71,9 @@ class ReleaseConfig(Section):
 def release(options: ReleaseConfig) -> None:
     """Write a folder with model.safetensors, config.json and README.md atomically.
 
-    Raises ConfigError for an invalid license, and for a checkpoint that does not exist, lacks averaged weights or was not
-    written by train_imagenet.py. Raises OutputError if the checkpoint is unreadable or invalid, or the folder exists or
-    cannot be written.
+    Raises ConfigError for an invalid license, and for a checkpoint that does not exist, lacks averaged weights or was
+    not written by train_imagenet.py. Raises OutputError if the checkpoint is unreadable or invalid, or the folder
+    exists or cannot be written.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if os.path.lexists(folder):
@@ -128,8 +128,7 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
         folder,
         safe_serialization=True,
         data_config=described,
-        model_config={"pretrained_cfg": own}
-        | ({} if names is None else {"label_names": list(names)}),
+        model_config={"pretrained_cfg": own} | ({} if names is None else {"label_names": list(names)}),
     )
     path = folder / "config.json"
     described = json.loads(path.read_text(encoding="utf-8"))
@@ -140,15 +139,11 @@ def _write(folder: Path, model: nn.Module, weights: Weights, card: str, license:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _model_card(
-    name: str, weights: Weights, config: TrainConfig, license: str, parameters: int
-) -> str:
+def _model_card(name: str, weights: Weights, config: TrainConfig, license: str, parameters: int) -> str:
     """Return a model card in timm's format."""
     model, data, names = config.model, config.data, weights.label_names or ()
     shown = ", ".join(map(_plain, names[:10])) + (", ..." if len(names) > 10 else "")
-    start = (
-        f"fine-tuned from {_plain(_without_place(model.pretrained))}" if model.pretrained else ""
-    )
+    start = f"fine-tuned from {_plain(_without_place(model.pretrained))}" if model.pretrained else ""
     details = {
         "Model": f"{model.name}, {parameters:,} parameters",
         "Weights": f"{'averaged weights (EMA)' if weights.averaged else 'weights'} of {weights.age}",
@@ -161,7 +156,7 @@ def _model_card(
 import timm
 import vil  # registers the models
 
-model = timm.create_model({json.dumps(f"local-dir:{name}")}, pretrained=True)  # hf-hub:YOU/{printable(name)} when pushed
+model = timm.create_model({json.dumps(f"local-dir:{name}")}, pretrained=True)  # or hf-hub:YOU/{printable(name)}
 prepare = vil.create_transform(model)  # as in training; then model.eval()(prepare("photo.jpg")[None])
 model = vil.load({json.dumps(name)}, num_classes=3)  # to fine-tune on other classes
 ```
@@ -186,9 +181,7 @@ def _metrics(weights: Weights, config: TrainConfig) -> str:
         return ""
     figures = {
         "top-1 (%)": f"{row[prefix + 'top1']:.2f}",
-        "95 % interval": "{:.1f} to {:.1f}".format(
-            *interval(row[prefix + "top1"], row["val_images"])
-        ),
+        "95 % interval": "{:.1f} to {:.1f}".format(*interval(row[prefix + "top1"], row["val_images"])),
         "top-5 (%)": f"{row[prefix + 'top5']:.2f}",
         "loss": f"{row['ema_loss' if weights.averaged else 'val_loss']:.4f}",
     }
@@ -199,7 +192,8 @@ def _metrics(weights: Weights, config: TrainConfig) -> str:
         share = f"{data.val_fraction:g} of its images" if data.val_fraction else "360 digits"
         scored = f"{share}, held out of training"
     return (
-        f"\n## Metrics\n\nOn {scored} ({counted(row['val_images'], 'image')}, scored after each of {counted(len(weights.history), 'epoch')}):\n\n"
+        f"\n## Metrics\n\nOn {scored} ({counted(row['val_images'], 'image')}, scored after each of "
+        f"{counted(len(weights.history), 'epoch')}):\n\n"
         f"| {' | '.join(figures)} |\n|{'---|' * len(figures)}\n| {' | '.join(figures.values())} |\n"
     )
 

@@ -49,9 +49,7 @@ class Report:
     Failures to print or write never stop the run.
     """
 
-    def __init__(
-        self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, pulse: Pulse
-    ) -> None:
+    def __init__(self, folder: Path, run: Run, train_data: TrainData, val_data: ValData, pulse: Pulse) -> None:
         """Start from the current state of a run, without output yet."""
         self.folder, self.run, self.config, self.state = folder, run, run.config, run.state
         self.train_data, self.val_data = train_data, val_data
@@ -214,8 +212,7 @@ class Report:
             f"epoch {best['epoch']}) and {last['top1']:.2f}% (last{ema}) on {self.val_data.num_images:,} held-out "
             f"images, in {timedelta(seconds=seconds)}\n"
             f"interval {low:.1f} to {high:.1f}% (95%) for the best"
-            + f", chosen among {len(state.history)} epochs on these images"
-            * (len(state.history) > 1)
+            + f", chosen among {len(state.history)} epochs on these images" * (len(state.history) > 1)
             + f"\nskipped  {counted(last['skipped_images'], 'image')}, {counted(last['skipped_steps'], 'step')}"
             + (", listed in skipped.txt" if "skipped.txt" in present else "")
             + "\n"
@@ -309,9 +306,7 @@ class Report:
         ]
         for step, loss in state.bad_steps.items():
             epoch, step_in_epoch = divmod(step, self.length)
-            lines.append(
-                f"  step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}, its images:"
-            )
+            lines.append(f"  step {step_in_epoch + 1} of epoch {epoch + 1}, loss {loss}, its images:")
             lines += [f"    {name}" for name in self.train_data.names(step)]
         write_text(path, "\n".join(lines) + "\n")
 

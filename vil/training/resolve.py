@@ -76,8 +76,7 @@ def complete(
     height, width = images.img_size
     if height != width:
         raise ConfigError(
-            f"model.img_size is missing: {weights.origin} has images of {height} x {width} px, "
-            f"which are not square"
+            f"model.img_size is missing: {weights.origin} has images of {height} x {width} px, which are not square"
         )
     num_classes = model.num_classes
     if num_classes is None:
@@ -118,9 +117,7 @@ def complete(
             batch_size=suitable_batch(train.num_images) if batch is None else batch,
             **{key: getattr(images, key) for key in IMAGE_OPTIONS},
         ),
-        schedule=replace(
-            schedule, warmup_epochs=min(schedule.epochs // 10, 5) if warmup is None else warmup
-        ),
+        schedule=replace(schedule, warmup_epochs=min(schedule.epochs // 10, 5) if warmup is None else warmup),
     )
     settings = from_dict(asdict(settings), "")  # the values of weights may be out of range
     for problem in settings.rising_rates():

@@ -53,9 +53,9 @@ class MicroBatches(Sampler[list[SampledIndex]]):
     ) -> None:
         """Initialise the sampler.
 
-        ``order`` draws an epoch's order of ``num_images`` images, each of which is drawn ``repeats`` times in a row (0 is
-        once). ``batch_size`` images of all processes are a step, ``micro_batch`` of this one are a micro-batch. ``steps``
-        are counted from the start of the run.
+        ``order`` draws an epoch's order of ``num_images`` images, each of which is drawn ``repeats`` times in a row (0
+        is once). ``batch_size`` images of all processes are a step, ``micro_batch`` of this one are a micro-batch.
+        ``steps`` are counted from the start of the run.
         """
         self.order = order
         self.repeats = max(repeats, 1)
@@ -78,9 +78,7 @@ class MicroBatches(Sampler[list[SampledIndex]]):
             for start in range(first, first + share, self.micro_batch):
                 stop = start + self.micro_batch
                 indices = order[start:stop].tolist()
-                yield [
-                    SampledIndex(epoch, start + i, index, step) for i, index in enumerate(indices)
-                ]
+                yield [SampledIndex(epoch, start + i, index, step) for i, index in enumerate(indices)]
 
     def __len__(self) -> int:
         return len(self.steps) * (self.batch_size // self.world_size // self.micro_batch)

@@ -55,9 +55,7 @@ ShareAboveZero = Annotated[float, Field(gt=0, le=1)]
 CropPct = Annotated[float, Field(gt=0, le=2)]
 Text = Annotated[str, _rule("text that is not empty", lambda text: text and "\0" not in text)]
 _Ascending = _rule("two numbers, first <= second", lambda ends: ends[0] <= ends[1])
-_Betas = Annotated[
-    tuple[ShareBelowOne, ...], _rule("two or three numbers", lambda betas: len(betas) in (2, 3))
-]
+_Betas = Annotated[tuple[ShareBelowOne, ...], _rule("two or three numbers", lambda betas: len(betas) in (2, 3))]
 _Channels = Annotated[tuple[T, ...], _rule("at least one value", bool)]
 _Sizes = Annotated[
     tuple[Count, ...],
@@ -152,8 +150,8 @@ class DataConfig(Section):
     background: Background = "none"
     """Colour behind transparent pixels. `none` drops transparency and keeps the colours below it, as timm does."""
     decoder: Literal["torchvision", "pillow"] | None = None
-    """Package that decodes, crops and resizes JPEG files; the pixels are nearly equal, and torchvision is faster. Pillow
-    opens all other files. None is torchvision."""
+    """Package that decodes, crops and resizes JPEG files; the pixels are nearly equal, and torchvision is faster.
+    Pillow opens all other files. None is torchvision."""
     num_workers: Free[Workers | None] = None
     """Data-loading workers per training process; 0 loads in that process. None uses one per core, at most 8."""
     mean: _Channels[Share] | None = None
@@ -362,10 +360,7 @@ class TrainConfig(Section):
         """Yield a message for each missing option and each conflict between options."""
         model, data, schedule = self.model, self.data, self.schedule
         if ":" in (model.name or ""):
-            yield (
-                f"model.name must be a timm model, got {model.name}; pass --model.pretrained "
-                f"{model.name}"
-            )
+            yield (f"model.name must be a timm model, got {model.name}; pass --model.pretrained {model.name}")
         if model.pretrained is None and model.name is None:
             yield "model.name is missing; pass --model.name vil_tiny, or --model.pretrained SOURCE"
         if model.pretrained is None and model.pretrained_ema:
@@ -402,7 +397,7 @@ class TrainConfig(Section):
             yield f"run.tracker {tracker} needs its package; run pip install {tracker}"
 
     def rising_rates(self) -> Iterator[str]:
-        """Yield a message for each rate that the schedule begins or ends with above its peak, once the batch is known."""
+        """Yield a message for each rate above the peak that the schedule begins or ends with; needs the batch size."""
         schedule, batch = self.schedule, self.data.batch_size
         ends = {"min_lr": schedule.sched == "cosine"}
         ends["warmup_lr"] = schedule.by == "epoch" and schedule.warmup_epochs != 0
@@ -410,8 +405,9 @@ class TrainConfig(Section):
             rate, option = getattr(schedule, name), name.replace("_", "-")
             if ends[name] and rate > self.peak_lr * (1 + 1e-9):
                 yield (
-                    f"schedule.{name} {rate:g} is above the peak rate {self.peak_lr:g} (optim.lr_base {self.optim.lr_base:g} "
-                    f"for data.batch_size {batch}); pass --schedule.{option} {self.peak_lr / 100:g}, or raise optim.lr_base"
+                    f"schedule.{name} {rate:g} is above the peak rate {self.peak_lr:g} (optim.lr_base "
+                    f"{self.optim.lr_base:g} for data.batch_size {batch}); pass --schedule.{option} "
+                    f"{self.peak_lr / 100:g}, or raise optim.lr_base"
                 )
 
     def other_channels(self) -> Iterator[str]:
@@ -444,9 +440,7 @@ def parse_args(args: tuple[str, ...]) -> dict[str, Any]:
     parsed = key_values("model.args", args)
     for key in parsed:
         if key in NOT_OF_A_MODEL:
-            raise ConfigError(
-                f"model.args must only define the model, got {key}={short_repr(parsed[key])}"
-            )
+            raise ConfigError(f"model.args must only define the model, got {key}={short_repr(parsed[key])}")
         if key in ("name", "drop_path_rate", *MODEL_ARGUMENTS):
             raise ConfigError(f"model.args must not contain {key}, use the option model.{key}")
     return parsed

@@ -104,9 +104,7 @@ class ShardSource(Source):
         stated = {
             name: length
             for split in splits.values()
-            for name, length in zip(
-                split["filenames"], split.get("shard_lengths", ()), strict=False
-            )
+            for name, length in zip(split["filenames"], split.get("shard_lengths", ()), strict=False)
         }
         count = num_classes or (None if classes is None else len(classes))
         with ThreadPoolExecutor(_INDEX_THREADS) as pool:
@@ -144,9 +142,7 @@ class ShardSource(Source):
     def order(self, generator: torch.Generator) -> torch.Tensor:
         """Shuffle the shards, then the images of every ``data.shuffle_shards`` consecutive shards together."""
         windows = []
-        for window in torch.randperm(len(self._names), generator=generator).split(
-            self._shuffle_shards
-        ):
+        for window in torch.randperm(len(self._names), generator=generator).split(self._shuffle_shards):
             images = torch.cat([torch.arange(*self._starts[s : s + 2]) for s in window.tolist()])
             windows.append(images[torch.randperm(len(images), generator=generator)])
         return torch.cat(windows)
@@ -257,9 +253,7 @@ def _read_info(root: Path) -> dict[str, Split]:
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(map(str, problem["loc"]))
-        raise DataError(
-            f"{path} is not in timm's format for shards: {place}: {problem['msg']}"
-        ) from error
+        raise DataError(f"{path} is not in timm's format for shards: {place}: {problem['msg']}") from error
     for name, split in splits.items():
         if len(split.get("shard_lengths", split["filenames"])) != len(split["filenames"]):
             raise DataError(f"{path} must have as many shard_lengths as filenames in split {name}")
@@ -380,8 +374,7 @@ def _find_shards(
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
     if missing:
         raise DataError(
-            f"{setting}: {len(missing)} of {len(names)} shards are missing, for example "
-            f"{root / missing[0]}"
+            f"{setting}: {len(missing)} of {len(names)} shards are missing, for example {root / missing[0]}"
         )
     if len(set(names)) != len(names) or not names:
         raise DataError(f"{setting} in {root} must name at least one shard, and none twice")

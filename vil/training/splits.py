@@ -40,23 +40,16 @@ def open_splits(
             ``num_classes`` or the other split.
     """
     with world.main_first():  # rank 0 writes the shard indexes
-        train, val = (
-            open_source(data, num_classes, training, exceptions) for training in (True, False)
-        )
+        train, val = (open_source(data, num_classes, training, exceptions) for training in (True, False))
     number_as(train.classes, val)
     check_classes({"training data": train.classes, "validation data": val.classes})
     _warn_of_few(val, data.val_fraction)
     if val.fingerprint == getattr(train, "source", train).fingerprint:  # also if train is a subset
-        log.warning(
-            "the validation images are the training images, so the accuracy says nothing about "
-            "others"
-        )
+        log.warning("the validation images are the training images, so the accuracy says nothing about others")
     return train, val
 
 
-def open_source(
-    data: DataConfig, num_classes: int | None, training: bool, exceptions: Sequence[str] = ()
-) -> Source:
+def open_source(data: DataConfig, num_classes: int | None, training: bool, exceptions: Sequence[str] = ()) -> Source:
     """Open one split; arguments and errors as in ``open_splits``.
 
     Class names of validation data are left to the caller, which knows those they must be.
@@ -151,15 +144,10 @@ def check_classes(classes: Mapping[str, tuple[str, ...] | None]) -> None:
         return
     if differing := sorted({*one} ^ {*other}):
         where = first if differing[0] in one else second
-        raise DataError(
-            f"class {printable(differing[0])} is in the {where} only "
-            f"({len(differing)} classes differ)"
-        )
+        raise DataError(f"class {printable(differing[0])} is in the {where} only ({len(differing)} classes differ)")
     pairs = zip_longest(one, other, fillvalue="missing")
     label, (own, found) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise DataError(
-        f"class {label} is {printable(own)} in the {first} and {printable(found)} in the {second}"
-    )
+    raise DataError(f"class {label} is {printable(own)} in the {first} and {printable(found)} in the {second}")
 
 
 def _warn_of_few(val: Source, fraction: float) -> None:

@@ -49,6 +49,4 @@ class Tracker:
             yield
         except Exception as error:  # packages and disks raise many types
             self._writer, why = None, f"{type(error).__name__}: {one_line(error)}"
-            log.warning(
-                f"run.tracker {self.config.run.tracker} failed; training continues untracked: {why}"
-            )
+            log.warning(f"run.tracker {self.config.run.tracker} failed; training continues untracked: {why}")

@@ -108,9 +108,7 @@ def train(asked: TrainConfig) -> None:
             report.summary()
 
 
-def read_losses(
-    run: Run, report: Report, data: TrainData, unread: list[tuple[Step, StepResult]]
-) -> None:
+def read_losses(run: Run, report: Report, data: TrainData, unread: list[tuple[Step, StepResult]]) -> None:
     """Read losses, clear their list, and record skipped images and steps; all ranks call this.
 
     Raises NonFiniteLossError or DataError if more than optim.max_bad_steps or data.max_bad_images
@@ -173,8 +171,7 @@ def _check_classes_are_left(source: Source, bad: dict[int, str]) -> None:
         if not rest[label := source.labels[index]]:
             name = label if source.classes is None else printable(source.classes[label])
             raise DataError(
-                f"no training image of class {name} can be read, for example "
-                f"{source.name(index)}: {why}",
+                f"no training image of class {name} can be read, for example {source.name(index)}: {why}",
                 everywhere=True,
             )
 

@@ -58,9 +58,7 @@ class BatchAugment:
     def __init__(self, config: TrainConfig, device: torch.device) -> None:
         augment = config.augment
         self.normalize = config.images.normalizer(device)
-        self.erase = RandomErasing(
-            augment.reprob, mode=augment.remode, max_count=augment.recount, device=str(device)
-        )
+        self.erase = RandomErasing(augment.reprob, mode=augment.remode, max_count=augment.recount, device=str(device))
         self.mixup = _build_mixup(augment, config.model.num_classes)
         self.mix_size = augment.mix_size
         self.seed = config.run.seed

@@ -74,9 +74,7 @@ def check_plain(tensors: Mapping[str, Tensor], origin: object) -> None:
         if value.layout != torch.strided or value.is_quantized or value.is_meta:
             raise ValueError(f"{origin}: {name} is not a dense tensor")
         if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError(
-                f"{origin}: {name} has fewer values than its shape needs, {(*value.shape,)}"
-            )
+            raise ValueError(f"{origin}: {name} has fewer values than its shape needs, {(*value.shape,)}")
 
 
 def check_finite(tensors: Mapping[str, Tensor], origin: object) -> None:

@@ -140,9 +140,7 @@ def model_with(
     return model, line
 
 
-def _load(
-    model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()
-) -> str:
+def _load(model: nn.Module, weights: Weights, keep_head: bool, removed: tuple[str, ...] = ()) -> str:
     """Adapt the weights to a model and load them; return the line of ``_report``.
 
     Weights whose names begin with one of ``removed`` are left out.
@@ -173,9 +171,7 @@ def _load(
         weight = adapted.get(f"{stem}.weight")
         if weight is not None and weight.ndim == 4:
             own = model.get_submodule(stem).weight
-            base = (
-                weight.shape[1] * channels // own.shape[1]
-            )  # some stems fold pixels into channels
+            base = weight.shape[1] * channels // own.shape[1]  # some stems fold pixels into channels
             adapted[f"{stem}.weight"] = adapt_input_conv(channels, weight, base)
     heads = _heads(cfg.get("classifier"))
     offset = weights.pretrained_cfg.get("label_offset", 0)  # rows before the first class
@@ -183,9 +179,7 @@ def _load(
         keys = [key for key in adapted if key.startswith(head)]
         rows = len(adapted.get(f"{head}weight", ()))
         if keys and offset >= rows:
-            raise ValueError(
-                f"label_offset must be below the {rows} rows of the head, got {offset}"
-            )
+            raise ValueError(f"label_offset must be below the {rows} rows of the head, got {offset}")
         for key in keys:
             if keep_head and rows - offset == model.num_classes:
                 adapted[key] = adapted[key][offset:]

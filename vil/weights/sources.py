@@ -185,9 +185,7 @@ def _read_timm(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     return {"arch": name, "pretrained_cfg": cfg}, model.state_dict()
 
 
-def _fields_of_config(
-    cfg: dict[str, Any], architecture: str, model_args: dict[str, Any] | None
-) -> dict[str, Any]:
+def _fields_of_config(cfg: dict[str, Any], architecture: str, model_args: dict[str, Any] | None) -> dict[str, Any]:
     """Return what timm reads from a config.json as fields of a checkpoint."""
     classes = {"num_classes": cfg["num_classes"]} if "num_classes" in cfg else {}
     model_args = dict(model_args or {}) | classes
@@ -246,10 +244,7 @@ def _inner_model(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]
         ValueError: If there are several models with the same names, such as a student and a teacher.
     """
     layers = [
-        name.removesuffix(layer)
-        for layer in _first_layers()
-        for name in state_dict
-        if f".{name}".endswith(f".{layer}")
+        name.removesuffix(layer) for layer in _first_layers() for name in state_dict if f".{name}".endswith(f".{layer}")
     ]
     depth = min((prefix.count(".") for prefix in layers), default=0)
     outermost = sorted({prefix for prefix in layers if prefix.count(".") == depth})
@@ -262,9 +257,7 @@ def _inner_model(state_dict: dict[str, Tensor]) -> tuple[dict[str, Tensor], str]
     shared = takewhile(lambda modules: len({*modules}) == 1, levels)
     prefix = outermost[0] if len(models) == 1 else "".join(f"{level[0]}." for level in shared)
 
-    inner = OrderedDict(
-        (n.removeprefix(prefix), v) for n, v in state_dict.items() if n.startswith(prefix)
-    )
+    inner = OrderedDict((n.removeprefix(prefix), v) for n, v in state_dict.items() if n.startswith(prefix))
     inner._metadata = {
         f"{module}.".removeprefix(prefix).removesuffix("."): record
         for module, record in getattr(state_dict, "_metadata", {}).items()
@@ -329,9 +322,7 @@ def _description(state_dict: dict[str, Tensor], content: dict[str, Any]) -> dict
         classes, head = args.get("num_classes"), state_dict.get("head.weight")
         rows = 0 if head is None or not head.ndim else len(head) - cfg.get("label_offset", 0)
         if classes and rows and classes != rows:  # the head would silently be new
-            raise ValueError(
-                f"model_args has num_classes {classes}, but head.weight has {rows} classes"
-            )
+            raise ValueError(f"model_args has num_classes {classes}, but head.weight has {rows} classes")
     return fields | {"pretrained_cfg": cfg, "model_args": args}
 
 

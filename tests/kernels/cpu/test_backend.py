@@ -55,16 +55,12 @@ def assert_scan_matches(args: ScanArgs, recurrence: str, **options: object) -> N
     assert_right(cpu, args, recurrence, TOLERANCE[args.x.dtype], **options)
 
 
-def all_results(
-    shape: tuple[int, int, int, int], recurrence: str, dtype: torch.dtype = torch.float32
-) -> Results:
+def all_results(shape: tuple[int, int, int, int], recurrence: str, dtype: torch.dtype = torch.float32) -> Results:
     """Return the results of every function of the backend on the same random inputs."""
     x, weight, bias, grad = conv_inputs(shape[:3], 4, dtype)
     conv = {}
     for name, order in (("conv", None), ("conv in an order", scattered(shape[1]))):
-        conv |= {
-            f"{name} {i}": t for i, t in enumerate(conv_results(cpu, x, weight, bias, grad, order))
-        }
+        conv |= {f"{name} {i}": t for i, t in enumerate(conv_results(cpu, x, weight, bias, grad, order))}
     one, both = (random_args(recurrence, shape, N, dtype) for N in (1, 2))
     scans = {
         "one": results_of(cpu, one, recurrence, True),
@@ -130,9 +126,7 @@ def scattered(L: int) -> Tensor:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 25, 130), (1, 25, 64)], ids=str)
 def test_conv_matches_reference(shape, dtype, K):
     inputs = conv_inputs(shape, K, dtype)
-    orders = (
-        [None] if shape[1] == 1 else [None, phases(4, 6, K - 1), phases(4, 6, 0), scattered(25)]
-    )
+    orders = [None] if shape[1] == 1 else [None, phases(4, 6, K - 1), phases(4, 6, 0), scattered(25)]
     for order in orders:
         expected = conv_results(reference, *(t.double() for t in inputs), order)
         for found, truth in zip(conv_results(cpu, *inputs, order), expected, strict=True):
@@ -149,9 +143,7 @@ def test_tokens_without_a_position_are_not_read(K):
     assert absent.any()
     expected = conv_results(cpu, x, weight, bias, grad, order)
     x[:, absent], grad[:, :, absent] = torch.nan, torch.nan
-    assert_same_bits(
-        *(dict(enumerate(r)) for r in (conv_results(cpu, x, weight, bias, grad, order), expected))
-    )
+    assert_same_bits(*(dict(enumerate(r)) for r in (conv_results(cpu, x, weight, bias, grad, order), expected)))
 
 
 @pytest.mark.ci

@@ -67,9 +67,7 @@ def test_later_launches_notice_another_alignment_and_device(recurrence: str) -> 
 
 
 @pytest.mark.parametrize("recurrence", ops.RECURRENCES)
-def test_a_long_sequence_is_cut_and_gives_the_same(
-    recurrence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_sequence_is_cut_and_gives_the_same(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given, counts = tensors(1, 6085, 192, recurrence), []
     splits = tuning.num_splits
 

@@ -62,24 +62,17 @@ def plans_of_this_test() -> Iterator[None]:
 
 def in_splits(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     """Cut every sequence into splits of ``chunks`` chunks."""
-    monkeypatch.setattr(
-        tuning, "num_splits", lambda kernel, warps, count, *_: (-(-count // chunks), chunks)
-    )
+    monkeypatch.setattr(tuning, "num_splits", lambda kernel, warps, count, *_: (-(-count // chunks), chunks))
     forget_plans()
 
 
-def args_of(
-    recurrence: str, shape: Shape, N: int = 2, dtype: torch.dtype = torch.float32
-) -> ScanArgs:
+def args_of(recurrence: str, shape: Shape, N: int = 2, dtype: torch.dtype = torch.float32) -> ScanArgs:
     return random_args(recurrence, shape, N, dtype, DEVICE)
 
 
 @pytest.mark.parametrize(
     ("recurrence", "shape"),
-    [
-        pytest.param(r, shape, marks=[] if shape[2] < 100 else pytest.mark.ci, id=f"{r}-{shape}")
-        for r, shape in SHAPES
-    ],
+    [pytest.param(r, shape, marks=[] if shape[2] < 100 else pytest.mark.ci, id=f"{r}-{shape}") for r, shape in SHAPES],
 )
 def test_both_directions(recurrence: str, shape: Shape) -> None:
     """Results are bit-identical with saved states and with states that another scan computes."""
@@ -103,15 +96,11 @@ def test_one_direction(recurrence: str, shape: Shape, reverse: bool, save: bool)
 @each
 def test_both_directions_in_splits(recurrence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_splits(monkeypatch, 1)
-    assert_right(
-        backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, kappa_scale=4.0
-    )
+    assert_right(backend, args_of(recurrence, (1, 35, 8, 4)), recurrence, TOLERANCE, kappa_scale=4.0)
 
 
 @each
-def test_offsets_beyond_32_bits(
-    recurrence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_offsets_beyond_32_bits(recurrence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Rows of all tokens lie 2^27 or 2^28 elements apart, in files of which only these rows take space."""
     apart = 2**28 if recurrence == "mamba" else 2**27
 
@@ -171,9 +160,7 @@ def test_saved_states_err_less_than_rounded_inputs(recurrence: str) -> None:
     found = results_of(backend, rounded, recurrence)
     for name, least in {"A": 3, "bias": 3, "dt": 1, "q": 1, "k": 1}.items():
         if name in truth:
-            error, of_inputs = (
-                (r[name].double() - truth[name]).norm().item() for r in (found, unrounded)
-            )
+            error, of_inputs = ((r[name].double() - truth[name]).norm().item() for r in (found, unrounded))
             assert 0 < least * error < of_inputs, f"{name}: {error}, {of_inputs}"
 
 

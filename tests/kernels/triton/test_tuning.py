@@ -11,9 +11,7 @@ KERNELS = {"exact_forward": 2.5, "exact_backward": 2.5, "diagonal_forward": 4.0}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_few_long_sequences_are_cut_without_a_gap(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_long_sequences_are_cut_without_a_gap(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "processors", lambda device: 132)
 
     def splits(warps: int, chunks: int) -> tuple[int, int]:

@@ -223,13 +223,8 @@ def _sum(partial: Tensor, axis: int) -> Tensor:
     return torch.from_numpy(partial.numpy().sum(axis))
 
 
-def _in_dtypes_of(
-    inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    return tuple(
-        g if t is None or g.dtype == t.dtype else g.to(t.dtype)
-        for t, g in zip(inputs, grads, strict=True)
-    )
+def _in_dtypes_of(inputs: tuple[Tensor | None, ...], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g if t is None or g.dtype == t.dtype else g.to(t.dtype) for t, g in zip(inputs, grads, strict=True))
 
 
 def _cut(tensor: Tensor, channels: int) -> Tensor:
@@ -455,9 +450,7 @@ class ConvPlan:
             own_dx = workspace.empty((B, L, P), self.stored)
         sums = torch.zeros((2, B, K + 1, P), dtype=self.dtype, device="cpu")
         of_bias = sums.select(2, K)
-        self._backward(
-            *self._inputs(x, weight, bias), grad, own_dx, sums, of_bias, self._in_pairs(order)
-        )
+        self._backward(*self._inputs(x, weight, bias), grad, own_dx, sums, of_bias, self._in_pairs(order))
         if dx is not None and own_dx is not dx:
             own_dx = dx.copy_(own_dx[..., :D])
         sums = _cut(_sum(sums, 1), D)

@@ -289,9 +289,7 @@ greater = _selector(">")
 
 def _pick(builder, a, b, lanes):
     """Return the given lanes of two concatenated vectors."""
-    mask = ir.Constant(
-        ir.VectorType(ir.IntType(32), len(lanes)), [ir.IntType(32)(n) for n in lanes]
-    )
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), [ir.IntType(32)(n) for n in lanes])
     return builder.shuffle_vector(a, b, mask)
 
 
@@ -372,8 +370,7 @@ def _polynomial(coefficients: dict):
     def evaluate(typingctx, x):
         def codegen(context, builder, signature, args):
             *rest, result = (
-                _splat(context, builder, types.float64, x, ir.DoubleType()(c))
-                for c in coefficients[x.dtype]
+                _splat(context, builder, types.float64, x, ir.DoubleType()(c)) for c in coefficients[x.dtype]
             )
             for c in reversed(rest):
                 result = builder.fmul(result, args[0], flags=("contract",))
@@ -398,9 +395,7 @@ def _exp2_coefficients(degree: int) -> list[float]:
     return [1.0, *fit.convert(kind=np.polynomial.Polynomial).coef.tolist()]
 
 
-_exp2_of_fraction = _polynomial(
-    {types.float32: _exp2_coefficients(6), types.float64: _exp2_coefficients(12)}
-)
+_exp2_of_fraction = _polynomial({types.float32: _exp2_coefficients(6), types.float64: _exp2_coefficients(12)})
 # 2 atanh(s) / s as a polynomial in s^2 <= 1/9
 _atanh_series = _polynomial(
     {
@@ -418,9 +413,7 @@ def _power_of_2(typingctx, shifted):
         integers = ir.VectorType(ir.IntType(shifted.dtype.bitwidth), shifted.lanes)
         mantissa = _MANTISSA_BITS[shifted.dtype]
         one = _LARGEST_EXPONENT[shifted.dtype] << mantissa
-        exponent = builder.shl(
-            builder.bitcast(args[0], integers), ir.Constant(integers, [mantissa] * shifted.lanes)
-        )
+        exponent = builder.shl(builder.bitcast(args[0], integers), ir.Constant(integers, [mantissa] * shifted.lanes))
         bits = builder.add(exponent, ir.Constant(integers, [one] * shifted.lanes))
         return builder.bitcast(bits, args[0].type)
 
@@ -503,8 +496,7 @@ def _warn_of_cache(kernel: Callable[..., None], error: Exception) -> None:
     if advice not in _warned:
         _warned.add(advice)
         _logger.warning(
-            "numba's cache cannot be used, so kernels are compiled again in every process "
-            "(%s: %s); %s",
+            "numba's cache cannot be used, so kernels are compiled again in every process (%s: %s); %s",
             type(error).__name__,
             " ".join(str(error).split()),
             advice,
@@ -855,9 +847,7 @@ def scan_block_backward(like, table, scratch, group, b, c):
         backwards = reverse == 1 or i == 1
         inputs = direction_of(table, like, i, b, c)
         copy(rows_of(view(table, 8), wide(like), i, b, c), adjoint, M)
-        scan_direction(
-            recurrence, M, L, backwards, inputs, adjoint, y, i == 1, steps, checkpoints, True
-        )
+        scan_direction(recurrence, M, L, backwards, inputs, adjoint, y, i == 1, steps, checkpoints, True)
         copy(rows_of(view(table, 11), wide(like), i, b, c), adjoint, M)
         gradients = (
             rows_of(view(table, 12), like, i, b, c),

@@ -29,9 +29,7 @@ def scan_plan(key: ScanKey) -> ScanPlan:
         NotImplementedError: If no kernel supports the recurrence, the state size or the dtype.
     """
     if key.recurrence not in _FAMILIES:
-        raise NotImplementedError(
-            f'backend "triton" does not support recurrence {key.recurrence}; use "reference"'
-        )
+        raise NotImplementedError(f'backend "triton" does not support recurrence {key.recurrence}; use "reference"')
     family, max_states = _FAMILIES[key.recurrence]
     if key.states > max_states:
         raise NotImplementedError(

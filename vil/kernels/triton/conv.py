@@ -272,12 +272,8 @@ def conv_backward_kernel(
             dx_row += UNIT * (first.to(tl.int64) * dx_stride_l)
             offset += UNIT * (first.to(tl.int64) * stride_l)
         else:
-            order = _load_order(
-                order_ptr + _in_every_lane(first, FAST), first, positions, HALO, BLOCK_L + 2 * HALO
-            )
-        x = _load_rows(
-            x_row, UNIT * x_stride_l, order, first, L, channel, D, HALO, HALO, 0, 2 * HALO
-        )
+            order = _load_order(order_ptr + _in_every_lane(first, FAST), first, positions, HALO, BLOCK_L + 2 * HALO)
+        x = _load_rows(x_row, UNIT * x_stride_l, order, first, L, channel, D, HALO, HALO, 0, 2 * HALO)
         grad_row_0, grad_row_1 = grad_ptr + offset, grad_ptr + direction + offset
         grad_0, grad_1 = (), ()
         dv_0 = ()
@@ -356,9 +352,7 @@ class ConvPlan:
 
     def __init__(self, key: ConvKey) -> None:
         if key.dtype == torch.float64:
-            raise NotImplementedError(
-                'the backend "triton" computes in float32, x is torch.float64; use "reference"'
-            )
+            raise NotImplementedError('the backend "triton" computes in float32, x is torch.float64; use "reference"')
         B, L, D = key.shape
         self._copies = key.strides[-1] != 1
         if self._copies:
@@ -385,9 +379,7 @@ class ConvPlan:
             dx_stride_l=dx_l,
         )  # fmt: skip
 
-    def _inputs(
-        self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None
-    ) -> dict[str, Tensor | None]:
+    def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:
         return {
             "x_ptr": x.contiguous() if self._copies else x, "weight_ptr": weight.contiguous(),
             "bias_ptr": bias.contiguous(),
@@ -414,8 +406,7 @@ class ConvPlan:
         if dx is None:
             dx = torch.empty(self.key.shape, dtype=x.dtype, device=x.device)
         dweight, dbias = (
-            torch.empty((self._sums, *shape), dtype=torch.float32, device=x.device)
-            for shape in ((2, K, D), (2, D))
+            torch.empty((self._sums, *shape), dtype=torch.float32, device=x.device) for shape in ((2, K, D), (2, D))
         )
         self._backward(
             dx, grad_ptr=grad.contiguous(), **self._inputs(x, weight, bias, order), dx_ptr=dx,

@@ -276,9 +276,7 @@ def _group_backward(
                 mask=mask & (d < gate_channels),
             )
         count = tl.where(r < num_valid, 2 * M, 0)
-        store_sums_over_channels(
-            partial + r * (2 * M), dk + dq, count, 2 * M, BITS, BLOCK_D, PRECISION, FAST
-        )
+        store_sums_over_channels(partial + r * (2 * M), dk + dq, count, 2 * M, BITS, BLOCK_D, PRECISION, FAST)
     return grad, drates, dskip, dbias
 
 

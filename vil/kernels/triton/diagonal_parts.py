@@ -102,9 +102,7 @@ def first_states(
 
 
 @triton.jit
-def load_rates(
-    rates_ptr, direction, channel, mask, D: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr
-):
+def load_rates(rates_ptr, direction, channel, mask, D: tl.constexpr, M: tl.constexpr, MAMBA: tl.constexpr):
     """Load the tuple of a direction's M decay rates, for Mamba only."""
     if MAMBA:
         return load_states(rates_ptr + direction * M * D, channel, mask, D, M)
@@ -249,9 +247,7 @@ def advance_backward(
 ):  # fmt: skip
     if MAMBA:
         return mamba.advance_backward(grad, drates, state, x, step, k, q, dy, rates, SCALE, M, FAST)
-    before, recalled, dstep, dk, dq = longhorn.advance_backward(
-        grad, state, x, step, k, q, dy, kappa_scale, SCALE, M
-    )
+    before, recalled, dstep, dk, dq = longhorn.advance_backward(grad, state, x, step, k, q, dy, kappa_scale, SCALE, M)
     return before, drates, recalled, dstep, dk, dq
 
 

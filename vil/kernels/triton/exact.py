@@ -203,9 +203,7 @@ def _through_gate(
 
 
 @triton.jit
-def _store_gradient(
-    row, step: tl.constexpr, tile, num_valid, d, channel, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
+def _store_gradient(row, step: tl.constexpr, tile, num_valid, d, channel, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store the rows of a chunk that exist, without a mask if all do."""
     if num_valid >= 16:
         store_rows(row, step, tile, channel)
@@ -262,9 +260,7 @@ def _load_ahead(
     FAST: tl.constexpr,
 ):  # fmt: skip
     """Return keys, Gram matrix, state and low-rank step sizes of chunk n, which come first."""
-    states = (
-        states_ptr + chunk * (D * BLOCK_M) + d[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    )
+    states = states_ptr + chunk * (D * BLOCK_M) + d[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     state = tl.load(states, mask=(d < D)[:, None], other=0.0)
     loaded = load_keys(keys_ptr, chunk, 0, BLOCK_M), load_gram(gram_ptr, chunk), state
     if RANK > 0:
@@ -529,9 +525,7 @@ class ExactPlan(ScanPlan):
         split_states = start = self._padded(args.initial_state)
         if self.splits_ahead > 1:
             split_states = self.empty(self.N, self.B, self.splits_ahead, *self.state)
-            self._split_states(
-                split_states, **inputs, start_ptr=start, split_states_ptr=split_states
-            )
+            self._split_states(split_states, **inputs, start_ptr=start, split_states_ptr=split_states)
         rows, both = (self.B, self.L, self.D), self.N == 2
         out = self.empty(*rows, dtype=self.key.dtype)
         y_pre_gate = self.empty(*rows, dtype=self.sum_dtype) if both else None

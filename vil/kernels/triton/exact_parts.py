@@ -22,10 +22,7 @@ RUN_TIME = (
     *("B", "L", "num_splits", "split_chunks", "zero", "blocks", "kappa_scale"),
     *(f"{name}_stride_{axis}" for name in ("x", "dt", "z", "q", "k") for axis in ("dir", "b")),
     *("q_stride_l", "k_stride_l"),
-    *(
-        f"{name}_ptr"
-        for name in ("x", "dt", "z", "q", "k", "y", "out", "dout", "dx", "ddt", "dz", "dq", "dk")
-    ),
+    *(f"{name}_ptr" for name in ("x", "dt", "z", "q", "k", "y", "out", "dout", "dx", "ddt", "dz", "dq", "dk")),
     *("skip_ptr", "bias_ptr", "dt_weight_ptr"),
 )
 
@@ -40,9 +37,7 @@ def place_of_program(num_splits, DIRECTIONS: tl.constexpr, BLOCKS: tl.constexpr)
 
 
 @triton.jit
-def split_state(
-    split_states_ptr, lane, d, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
-):
+def split_state(split_states_ptr, lane, d, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
     """Load the state [BLOCK_D, BLOCK_M] that a split starts from, zeros if none is given."""
     if split_states_ptr is None:
         return tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
@@ -88,9 +83,7 @@ def _broadcast(rows):
 
 
 @triton.jit
-def forward_substitution(
-    rest, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
-):
+def forward_substitution(rest, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr):
     """Return C: C_t = eps_t rest_t, subtracted from every later rest_s with weight k_s.k_t.
 
     rest and eps are chunks, gram is from ``load_gram``. C is [BLOCK_D, 16], rounded for products.
@@ -106,9 +99,7 @@ def forward_substitution(
 
 
 @triton.jit
-def backward_substitution(
-    dc, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr
-):
+def backward_substitution(dc, eps, gram, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr):
     """Return eps W, with W_t = dC_t minus eps_s W_s k_s.k_t for every later s.
 
     W is the gradient of rest. dc and eps are chunks. eps W is [BLOCK_D, 16], rounded for products.

@@ -33,9 +33,7 @@ def apply_decay(weights, eps, k, M: tl.constexpr):
 
 
 @triton.jit
-def advance_backward(
-    grad, state, x, eps, k, q, dy, kappa_scale, SCALE: tl.constexpr, M: tl.constexpr
-):
+def advance_backward(grad, state, x, eps, k, q, dy, kappa_scale, SCALE: tl.constexpr, M: tl.constexpr):
     """Backpropagate through one token.
 
     Args:

@@ -48,9 +48,7 @@ class ScanPlan:
 
     def __init__(self, key: ScanKey, max_rank: int = 0) -> None:
         if key.dtype == torch.float64:
-            raise NotImplementedError(
-                'the backend "triton" computes in float32, x is torch.float64; use "reference"'
-            )
+            raise NotImplementedError('the backend "triton" computes in float32, x is torch.float64; use "reference"')
         self.key, (self.N, self.B, self.L, self.D) = key, key.shape
         N, B, L, D = key.shape
         self.chunks, self.reverse = triton.cdiv(L, tuning.CHUNK), key.reverse and N == 1

@@ -27,9 +27,7 @@ def state_shape(channels: int, states: int, recurrence: str) -> tuple[int, ...]:
     return (channels, M) if recurrence == "longhorn_exact" else (M // 4, channels, 4)
 
 
-def saved_shapes(
-    shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype
-) -> SavedShapes:
+def saved_shapes(shape: tuple[int, ...], states: int, recurrence: str, dtype: torch.dtype) -> SavedShapes:
     """Return what a scan saves: the sum of both directions, and the states before all chunks.
 
     States are bfloat16 for bfloat16, because rounding x, keys and queries to bfloat16 makes a

@@ -333,7 +333,5 @@ def asm_identity(tile, FAST: tl.constexpr):
     layout", in TritonGPUOptimizeDotOperands). The move compiles to no instruction.
     """
     if FAST:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=f,f", [tile], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [tile], dtype=tl.float32, is_pure=True, pack=1)
     return tile

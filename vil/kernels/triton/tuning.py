@@ -103,9 +103,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def num_splits(
-    kernel: str, warps: int, chunks: int, device: torch.device, min_fit: float
-) -> tuple[int, int]:
+def num_splits(kernel: str, warps: int, chunks: int, device: torch.device, min_fit: float) -> tuple[int, int]:
     """Return the number of splits of a sequence and the number of chunks per split.
 
     Args:
