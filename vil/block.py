@@ -166,7 +166,7 @@ class BidirectionalMixer(nn.Module):
         """
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask must be None and is_causal False: both directions of the scan read all tokens")
-        xz = self.in_proj(x)  # (B, L, 2E)
+        xz = self.in_proj(x)  # (B, L, 2E): values x and the gate z
         A = None if self.A_log is None else -torch.exp(self.A_log)
         own = fit(self.conv_weight, self.x_proj_weight, A, layout, self.recurrence, self.dt_rank)
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states

@@ -25,7 +25,7 @@ from vil.sizes import fit
 from vil.timm_models import evaluating
 from vil.tokens import class_token_first
 
-_MOST_NUMBERS = 2**22  # size of the tensor of unit values, and of the tensor of reads: 16 MiB each
+MAX_NUMBERS = 2**22  # size of the tensor of unit values, and of the tensor of reads: 16 MiB each
 
 
 class _Scan(NamedTuple):
@@ -148,7 +148,7 @@ def _reads(scan: _Scan, directions: tuple[int, ...]) -> Iterator[tuple[Tensor, T
     """Yield source indices, int64 (n,), and the reads (n, B, L, E) of all tokens if only that source has value 1."""
     x = scan.args.x
     _, B, L, E = x.shape
-    size = max(_MOST_NUMBERS // max(2 * B * L * E, 1), 1)
+    size = max(MAX_NUMBERS // max(2 * B * L * E, 1), 1)
     backend = backend_for(x.device, x.dtype)
     for sources in torch.arange(L, device=x.device).split(size):
         n = len(sources)

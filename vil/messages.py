@@ -6,12 +6,12 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-_MOST = 500  # characters; errors of a hub or an unpickler can be pages long
+MAX_CHARACTERS = 500  # characters; errors of a hub or an unpickler can be pages long
 
 
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line of at most 500 characters, or its type if it has no message."""
-    text = textwrap.shorten(str(error), _MOST, placeholder=" ...")
+    text = textwrap.shorten(str(error), MAX_CHARACTERS, placeholder=" ...")
     return f"it lacks {text}" if isinstance(error, KeyError) else text or type(error).__name__
 
 
@@ -40,7 +40,7 @@ def first_line(error: BaseException) -> str:
     """Return the first informative line of an error; ``load_state_dict`` puts a heading above its errors."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if not line.endswith(":")] or lines or [type(error).__name__]
-    return textwrap.shorten(telling[0], _MOST, placeholder=" ...")
+    return textwrap.shorten(telling[0], MAX_CHARACTERS, placeholder=" ...")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -43,9 +43,9 @@ def _of_whole_patches(images: Tensor, patch_size: tuple[int, int], stride: tuple
 @torch.jit.unused
 def _check_onnx_drops_none(rest: int, name: str) -> None:
     if torch.onnx.is_in_onnx_export() and is_undecided(rest, 1):
-        told = "because an ONNX program would drop pixels after the last whole patch, got a dynamic one"
+        reason = "because an ONNX program would drop pixels after the last whole patch, got a dynamic one"
         cure = "create the model with dynamic_img_pad=True to pad images"
-        raise ValueError(f"Input {name} must be static, {told}; {cure}")
+        raise ValueError(f"Input {name} must be static, {reason}; {cure}")
 
 
 @torch.fx.wrap  # FX cannot follow its branches

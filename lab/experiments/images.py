@@ -31,11 +31,11 @@ from lab.experiments.statistics import CHOICE_SEED
 from vil.training.distributed import connect
 from vil.training.engine import Score, evaluate, train_step
 from vil.training.loader import TrainData, ValData
-from vil.training.model import TrainSetup, build
 from vil.training.recipes import load_config
 from vil.training.resolve import complete, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
+from vil.training.setup import TrainSetup, build
 from vil.training.splits import open_splits
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,8 +21,8 @@ from lab.experiments.images import Images, base, compare, trained
 from lab.experiments.records import Row
 from vil.training.distributed import World
 from vil.training.loader import ValData
-from vil.training.model import build_model
 from vil.training.settings import TrainConfig
+from vil.training.setup import build_model
 from vil.training.splits import open_source
 
 DEVICE = torch.device("cpu")

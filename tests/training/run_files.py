@@ -18,9 +18,9 @@ from vil.training import train as loop
 from vil.training.distributed import World
 from vil.training.engine import StepResult
 from vil.training.loader import Step, TrainData, ValData
-from vil.training.model import TrainSetup
 from vil.training.resolve import complete
 from vil.training.settings import TrainConfig
+from vil.training.setup import TrainSetup
 from vil.training.splits import open_source
 from vil.weights.sources import Weights
 

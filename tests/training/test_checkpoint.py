@@ -20,7 +20,7 @@ from vil.training.checkpoint import Run, load_checkpoint, load_newest, merged, r
 from vil.training.distributed import World
 from vil.training.errors import DamagedError, NonFiniteLossError, OutputError, UserError
 from vil.training.files import lock_folder, write_atomically, write_text
-from vil.training.model import build
+from vil.training.setup import build
 from vil.training.subject import load_subject
 from vil.weights.archive import check_finite
 

@@ -10,9 +10,9 @@ from tests.training.run_files import val_data
 from vil.training.distributed import World
 from vil.training.engine import _average_unless, evaluate, train_step
 from vil.training.loader import Step
-from vil.training.model import TrainSetup, build, build_optimizer
 from vil.training.passes import ScoringPass
 from vil.training.settings import ModelConfig
+from vil.training.setup import TrainSetup, build, build_optimizer
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from tests.training.run_files import rows
 from vil.block import Block
 from vil.training.distributed import World
 from vil.training.images import FolderSource
-from vil.training.model import build
 from vil.training.recipes import read_recipe
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import ModelConfig, suitable_batch
+from vil.training.setup import build
 from vil.training.subject import load_subject
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -16,10 +16,10 @@ from vil.preprocess import to_planes
 from vil.training.distributed import World
 from vil.training.errors import ConfigError
 from vil.training.evaluation import EvalConfig
-from vil.training.model import TrainSetup, build, build_model, build_optimizer
 from vil.training.prediction import PredictConfig
 from vil.training.recipes import flat, from_dict, load_config, parse, read_recipe, to_yaml
 from vil.training.settings import OptimConfig, TrainConfig
+from vil.training.setup import TrainSetup, build, build_model, build_optimizer
 from vil.training.transforms import train_transform
 
 CONFIGS = Path(__file__).parents[2] / "configs"

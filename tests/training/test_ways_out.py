@@ -25,9 +25,9 @@ from vil.training import engine, loader, report
 from vil.training import train as loop
 from vil.training.distributed import World
 from vil.training.errors import ConfigError, DataError
-from vil.training.model import build
 from vil.training.program import run_script
 from vil.training.settings import ModelConfig, TrainConfig
+from vil.training.setup import build
 
 ROOT = Path(__file__).parents[2]
 STEP = 5  # the second step of the second of two epochs; each has 4 steps

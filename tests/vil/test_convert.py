@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import vil
 from tests.training.run_files import completed
 from vil.training.distributed import World
-from vil.training.model import build
 from vil.training.resolve import read_source
 from vil.training.settings import ModelConfig, TrainConfig
+from vil.training.setup import build
 
 SIZES = {"img_size": 48, "patch_size": 16, "embed_dim": 32, "depth": 2, "num_classes": 7}
 TINY = {"img_size": 224, "patch_size": 16, "embed_dim": 192, "depth": 24, "num_classes": 1000}

@@ -27,7 +27,6 @@ from tests.vil.test_convert import SIZES, official_logits, official_state_dict
 from vil.timm_models import create
 from vil.training.checkpoint import Run, RunState, save
 from vil.training.distributed import World
-from vil.training.model import build
 from vil.training.release import ReleaseConfig, release
 from vil.training.settings import (
     DataConfig,
@@ -37,6 +36,7 @@ from vil.training.settings import (
     ScheduleConfig,
     TrainConfig,
 )
+from vil.training.setup import build
 from vil.weights.sources import read_weights
 
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 4}

@@ -37,9 +37,9 @@ from vil.training.errors import (
 )
 from vil.training.files import is_there, link_atomically, write_atomically
 from vil.training.images import Source
-from vil.training.model import TrainSetup
 from vil.training.recipes import flat, from_dict
 from vil.training.settings import TrainConfig, marked
+from vil.training.setup import TrainSetup
 from vil.weights.archive import check_finite, check_plain, load_archive
 
 LAST, PREVIOUS, BEST = CHECKPOINTS = ("last.pt", "previous.pt", "best.pt")

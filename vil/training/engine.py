@@ -13,11 +13,11 @@ from torch.nn import functional
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from vil.training.loader import Step, ValData
-from vil.training.model import TrainSetup
 from vil.training.passes import ScoringPass
 from vil.training.pulse import Pulse
 from vil.training.sampler import key, seed_everything
 from vil.training.settings import TrainConfig
+from vil.training.setup import TrainSetup
 
 FEW_CLASSES = 5
 """With as many classes or fewer, top-5 says nothing."""

@@ -17,13 +17,13 @@ from vil.training.files import lock_folder
 from vil.training.images import Source
 from vil.training.listing import choose_exceptions
 from vil.training.loader import Step, TrainData, ValData
-from vil.training.model import build
 from vil.training.pulse import Pulse
 from vil.training.recipes import flat
 from vil.training.report import Report
 from vil.training.resolve import complete, read_source
 from vil.training.sampler import seed_everything
 from vil.training.settings import TrainConfig
+from vil.training.setup import build
 from vil.training.signals import Signals
 from vil.training.splits import check_same, described, open_splits
 
@@ -80,7 +80,7 @@ def train(asked: TrainConfig) -> None:
         report, saver = Report(folder, run, train_data, val_data, pulse), Saver(folder, run)
         unread: list[tuple[Step, StepResult]] = []  # reading a loss waits for the device
         with Signals(world) as signals, report:
-            steps = train_data.steps(state.step)
+            steps = train_data.steps(state.step)  # a resumed run goes on within an epoch
             for epoch in range(len(state.history), config.schedule.epochs):
                 setup.model.train()
                 report.begin_epoch()
