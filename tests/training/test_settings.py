@@ -64,7 +64,10 @@ def test_what_the_weights_of_timm_say_of_images_is_in_range() -> None:
         (["--model.patch-stride", "9"], "patch_stride must be from 1 to patch_size (4), got 9"),
         (["--model.name", "local-dir:x"], "got local-dir:x; pass --model.pretrained local-dir:x"),
         (["--model.pretrained-ema"], "model.pretrained_ema needs --model.pretrained"),
-        (["--model.pretrained", "none.pt"], "none.pt is not a file, a folder, hf-hub:NAME or a"),
+        (
+            ["--model.pretrained", "none.pt"],
+            "none.pt is not a file, a folder with config.json and weights, hf-hub:NAME or a",
+        ),
         (["--model.num-classes", "5"], "training data has 10 classes, but model.num_classes is 5"),
         (
             ["--schedule.epochs", "1"],
