@@ -94,7 +94,7 @@ def unexpected(*, fn, **_):
     raise SystemExit(f"{fn.name} was compiled again")
 
 target("90")
-launch._TELL_S = 0.01  # much less than a kernel takes
+launch._REPORT_S = 0.01  # much less than a kernel takes
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 started, start = [], threading.Thread.start
 threading.Thread.start = lambda thread: (started.append(thread), start(thread))
