@@ -328,12 +328,12 @@ def token_layout(
         return TokenLayout(area, None, None, None, None)
     grids = grid + ref_feat_shape + patch_size + stride + [class_token]
     if torch.jit.is_scripting():
-        made = torch.ops.vil.token_tables(grids, taps, like.detach())
+        tables = torch.ops.vil.token_tables(grids, taps, like.detach())
     else:
-        made = _tables_for(grids, taps, like)
+        tables = _tables_for(grids, taps, like)
     if class_token == 0:
-        return TokenLayout(area, made[0], None, made[1], None)
-    return TokenLayout(area, made[0], made[2], made[1], made[3])
+        return TokenLayout(area, tables[0], None, tables[1], None)
+    return TokenLayout(area, tables[0], tables[2], tables[1], tables[3])
 
 
 @torch.jit.unused
@@ -349,8 +349,8 @@ def _tables_for(grids: list[int], taps: int, like: Tensor) -> tuple[Tensor, Tens
     if is_exporting():  # constants of the program, because ONNX has no such operator
         return _tensors(tuple(grids), taps, like.device)
     if mixer.is_eager(like, ()):
-        kept = _gpu_tables if like.device.type == "cuda" else _recent_tables
-        return kept(tuple(grids), taps, like.device)
+        tables = _gpu_tables if like.device.type == "cuda" else _recent_tables
+        return tables(tuple(grids), taps, like.device)
     if not torch.compiler.is_compiling() and in_transform():
         return _tensors(tuple(grids), taps, like.device)
     return torch.ops.vil.token_tables(grids, taps, like.detach())
@@ -390,17 +390,18 @@ def _tensors(grids: tuple[int, ...], taps: int, device: torch.device, pinned: bo
     """Return order, taps, cls_index and cls_taps of a ``TokenLayout``; dynamic sizes become constants."""
     order, resampling, reads, shares = _tables(_Grids(*map(operator.index, grids)), taps)
     with torch.inference_mode(False):  # else training could not save tensors made in evaluation
-        made = (
+        tables = (
             torch.tensor(order, dtype=torch.int32, device=device),
             _in_units(resampling, device),
             torch.tensor(reads, dtype=torch.int64, device=device),
             _in_units(shares, device),
         )
-        return tuple(t.pin_memory() for t in made) if pinned else made
+        return tuple(t.pin_memory() for t in tables) if pinned else tables
 
 
 def _in_units(weights: list, device: torch.device) -> Tensor:
-    return (torch.tensor(weights, dtype=torch.float64) * 2.0**30).round().to(torch.int32).to(device)
+    exact = torch.tensor(weights, dtype=torch.float64, device="cpu") * 2.0**30
+    return exact.round().to(device, torch.int32)
 
 
 _recent_tables = functools.lru_cache(MAX_KEPT)(_tensors)
