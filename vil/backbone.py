@@ -52,13 +52,13 @@ def only_backbone(module: nn.Module) -> "VisionLonghorn":
     Raises:
         ValueError: The module has no backbone of this package, or several.
     """
-    found = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
-    if len(found) != 1:
+    backbones = [part for part in module.modules() if isinstance(part, VisionLonghorn)]
+    if len(backbones) != 1:
         raise ValueError(
             f"model must be or contain exactly one model of this package (vil_*, vim_*), but "
-            f"{type(module).__name__} contains {len(found)}"
+            f"{type(module).__name__} contains {len(backbones)}"
         )
-    return found[0]
+    return backbones[0]
 
 
 def _norm_layer(norm_layer: str | type[nn.Module] | None) -> type[nn.Module] | partial:

@@ -117,14 +117,14 @@ class ImageSpec:
         ValueError for values out of range, and for a wrong note; see ``read_note``.
         """
         channels, *size = pretrained_cfg.get("input_size") or (3, 224, 224)
-        found = {"in_chans": channels, "img_size": tuple(size)} | read_note(pretrained_cfg)
-        found.pop("val_fraction", None)
-        found |= {key: pretrained_cfg[key] for key in _OF_TIMM if pretrained_cfg.get(key)}
+        fields = {"in_chans": channels, "img_size": tuple(size)} | read_note(pretrained_cfg)
+        fields.pop("val_fraction", None)
+        fields |= {key: pretrained_cfg[key] for key in _OF_TIMM if pretrained_cfg.get(key)}
         stated = {key: value for key, value in stated.items() if value is not None}
         channels = stated.get("in_chans", channels)
         for key, default in (("mean", cls.mean), ("std", cls.std)):
-            found[key] = by_channel(found.get(key, default), channels)
-        return cls(**found | stated)
+            fields[key] = by_channel(fields.get(key, default), channels)
+        return cls(**fields | stated)
 
     def pretrained_cfg(self, val_fraction: float = 0.0) -> dict[str, Any]:
         """Return the fields of a ``pretrained_cfg`` from which ``of`` makes this specification.

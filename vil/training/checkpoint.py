@@ -309,9 +309,9 @@ def restore(run: Run, saved: dict[str, Any]) -> None:
 def _load(model: nn.Module, state_dict: dict[str, Any]) -> None:
     """Load weights strictly: names, shapes and dtypes must match the model."""
     for name, value in model.state_dict().items():
-        found = state_dict.get(name, value).dtype
-        if found != value.dtype:
-            raise ValueError(f"{name} is {found} in the checkpoint and {value.dtype} in the model")
+        dtype = state_dict.get(name, value).dtype
+        if dtype != value.dtype:
+            raise ValueError(f"{name} is {dtype} in the checkpoint and {value.dtype} in the model")
     model.load_state_dict(state_dict)
 
 

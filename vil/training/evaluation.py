@@ -228,15 +228,15 @@ def score(
     check_same(world, described(settings, {"validation": source}) | {"weights": weights})
     val_data = ValData(source, images, data, world)
     judged: list[torch.Tensor] | None = [] if per_class else None
-    [found] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)
-    if not math.isfinite(found.loss):
+    [total] = evaluate([ScoringPass(model, run, world.device)], val_data, judged)
+    if not math.isfinite(total.loss):
         raise NonFiniteLossError(
-            f"the validation loss is {found.loss} with the weights {subject.origin}",
+            f"the validation loss is {total.loss} with the weights {subject.origin}",
             everywhere=True,
         )
     names = source.classes or subject.weights.label_names
     height, width = images.img_size
-    scores = found._asdict()
+    scores = total._asdict()
     if model.num_classes <= FEW_CLASSES:
         del scores["top5"]
     return {
@@ -247,7 +247,7 @@ def score(
         "amp": run.amp,
         "weights": subject.origin,
         **scores,
-        "top1_interval": [*interval(found.top1, found.num_images)],
+        "top1_interval": [*interval(total.top1, total.num_images)],
         "unreadable_images": len(val_data.left_out),
         **({} if judged is None else _by_class(names, model.num_classes, judged, val_data)),
         **model_size(model, images),
@@ -281,11 +281,11 @@ def _by_class(
     count = Counter(names)
     labels = [n if count[n] == 1 else f"{n} (class {i})" for i, n in enumerate(names)]
     images = Counter(true for _, (true, _) in rows)
-    pairs = Counter((true, found) for _, (true, found) in rows)
+    pairs = Counter((true, predicted) for _, (true, predicted) in rows)
     confusion: dict[str, dict[str, int]] = {}
-    for (true, found), number in sorted(pairs.items()):
-        if true != found:
-            confusion.setdefault(labels[true], {})[labels[found]] = number
+    for (true, predicted), number in sorted(pairs.items()):
+        if true != predicted:
+            confusion.setdefault(labels[true], {})[labels[predicted]] = number
     return {
         "per_class": {
             labels[true]: {"top1": 100 * pairs[true, true] / number, "num_images": number}
@@ -293,9 +293,9 @@ def _by_class(
         },
         "confusion": confusion,
         "wrong": [
-            {"image": data.source.name(place), "class": labels[true], "predicted": labels[found]}
-            for place, (true, found) in rows
-            if true != found
+            {"image": data.source.name(place), "class": labels[true], "predicted": labels[predicted]}
+            for place, (true, predicted) in rows
+            if true != predicted
         ],
     }
 
@@ -358,13 +358,13 @@ def describe(result: dict[str, Any]) -> str:
         for name, row in rows  # worst class first
     ]
     mistakes = [
-        (number, true, found)
+        (number, true, predicted)
         for true, others in result.get("confusion", {}).items()
-        for found, number in others.items()
+        for predicted, number in others.items()
     ]
     lines += [
-        f"mistake  {number:,} x {printable(true)} taken for {printable(found)}"
-        for number, true, found in sorted(mistakes, key=lambda one: -one[0])[:MAX_PRINTED]
+        f"mistake  {number:,} x {printable(true)} taken for {printable(predicted)}"
+        for number, true, predicted in sorted(mistakes, key=lambda one: -one[0])[:MAX_PRINTED]
     ]
     wrong = result.get("wrong", [])
     lines += [f"wrong    {one['image']}: {printable(one['predicted'])}" for one in wrong[:MAX_PRINTED]]

@@ -61,10 +61,10 @@ class Source(ABC):
         count = min(self.num_images, _CONTENTS)
         chosen = np.linspace(0, self.num_images - 1, count).round().astype(np.int64).tolist()
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(self._checksum, chosen))
-        if None in found:
+            checksums = list(pool.map(self._checksum, chosen))
+        if None in checksums:
             return self.listing
-        return f"{self.listing}-{fingerprint(np.array(found, dtype=np.int64))}"
+        return f"{self.listing}-{fingerprint(np.array(checksums, dtype=np.int64))}"
 
     @abstractmethod
     def read(self, index: int) -> bytes:

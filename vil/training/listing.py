@@ -154,8 +154,8 @@ def list_images(folder: Path, warn: bool = True, all_classes: bool = True) -> Li
         inner, images, more = _look_into(folder / own)
         others += more
         for deeper in inner:
-            found = files_below(folder / own / deeper, Counter())[:1]
-            stray += [str(path.relative_to(folder)) for path in found]
+            example = files_below(folder / own / deeper, Counter())[:1]
+            stray += [str(path.relative_to(folder)) for path in example]
         paths += [f"{own}/{image}" for image in sorted(images, key=natural_key)]
         labels += [places[name]] * len(images)
         empty += [] if images else [own]
@@ -187,10 +187,10 @@ def files_below(folder: Path, others: Counter[str]) -> list[Path]:
     """
     inner, images, more = _look_into(folder)
     others.update(more)
-    found = [folder / name for name in sorted(images, key=natural_key)]
+    paths = [folder / name for name in sorted(images, key=natural_key)]
     for name in sorted(inner, key=natural_key):
-        found += files_below(folder / name, others)
-    return found
+        paths += files_below(folder / name, others)
+    return paths
 
 
 def check_found(paths: list, others: Counter[str], where: str, within: str = "") -> None:

@@ -161,13 +161,13 @@ class ValData:
         Otherwise, a later score would be of other images than the scores it is compared with. Every
         rank must call this.
         """
-        found = {index: why for rank in self.world.gather(self._bad) for index, why in rank.items()}
+        bad = {index: why for rank in self.world.gather(self._bad) for index, why in rank.items()}
         known, share = self.left_out, self.data.max_bad_images
-        new = sorted(found.keys() - (known or {}).keys())
-        self.left_out = (known or {}) | found
+        new = sorted(bad.keys() - (known or {}).keys())
+        self.left_out = (known or {}) | bad
         if not new:
             return
-        listed = named([f"{self.source.name(i)}: {found[i]}" for i in new])
+        listed = named([f"{self.source.name(i)}: {bad[i]}" for i in new])
         message = f"{len(new)} of {counted(self.source.num_images, 'image')} cannot be read"
         if known is not None:
             raise DataError(f"{message} any more: {listed}", everywhere=True)

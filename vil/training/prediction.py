@@ -152,16 +152,16 @@ class _Photographs(Source):
 
 def _find(places: list[Path]) -> list[Path]:
     """Return the given files and the images below the given folders; raise DataError if there are none."""
-    found, others = [], Counter()
+    paths, others = [], Counter()
     for place in places:
         if place.is_dir():
-            found += files_below(place, others)
+            paths += files_below(place, others)
         elif place.exists():
-            found.append(place)
+            paths.append(place)
         else:
             raise DataError(f"{printable(str(place))} does not exist")
-    check_found(found, others, ", ".join(printable(str(place)) for place in places))
-    return found
+    check_found(paths, others, ", ".join(printable(str(place)) for place in places))
+    return paths
 
 
 def _check_free(options: PredictConfig) -> None:
@@ -182,14 +182,14 @@ def _line(one: Prediction) -> str:
     return f"{printable(str(one.path))}: {result}"
 
 
-def _written(found: Iterator[Prediction], path: str, most: int) -> Iterator[Prediction]:
+def _written(predictions: Iterator[Prediction], path: str, most: int) -> Iterator[Prediction]:
     """Yield each prediction after its row is on the disk: path, error, class_1, probability_1, class_2, ..."""
     columns = [name for n in range(1, most + 1) for name in (f"class_{n}", f"probability_{n}")]
     try:
         with open(path, "w", 1, "utf-8", "backslashreplace") as file:  # 1 is one line at a time
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow((*_FIRST_COLUMNS, *columns))
-            for one in found:
+            for one in predictions:
                 pairs = zip(one.classes, one.probabilities, strict=True)
                 cells = [cell for name, share in pairs for cell in (name, f"{share:.6f}")]
                 cells += [""] * (len(columns) - len(cells))

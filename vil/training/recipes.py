@@ -173,13 +173,13 @@ def _described(problem: Any) -> str:
 
 def flat(config: Any) -> dict[str, Any]:
     """Return a settings dataclass, which may have sections, as {"section.key": value}."""
-    found = {}
+    settings = {}
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, dict):
-            found |= {f"{name}.{key}": setting for key, setting in value.items()}
+            settings |= {f"{name}.{key}": setting for key, setting in value.items()}
         else:
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def to_yaml(config: TrainConfig) -> str:

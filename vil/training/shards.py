@@ -181,10 +181,10 @@ def _index_path(shard: Path) -> Path:
 def _stamp_of(shard: Path) -> dict[str, int]:
     """Return size and times of a shard, which identify it; raise DataError if it cannot be read."""
     try:
-        found = shard.stat()
+        status = shard.stat()
     except OSError as error:
         raise DataError(f"shard {shard} cannot be read: {error.strerror}") from error
-    return {"size": found.st_size, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
 
 
 def _read_index(shard: Path) -> Index | None:
@@ -218,9 +218,9 @@ def _scan(shard: Path) -> list[Sample]:
         with shard.open("rb") as file:
             members = _members(file, shard)
             for key, group in groupby(members, key=lambda member: member[0]):
-                found = {extension: member for _, extension, member in group}
-                sample = _sample(key, found, file)
-                images = {extension.rpartition(".")[2] for extension in found} & IMAGE_EXTENSIONS
+                files = {extension: member for _, extension, member in group}
+                sample = _sample(key, files, file)
+                images = {extension.rpartition(".")[2] for extension in files} & IMAGE_EXTENSIONS
                 if images or sample.label is not None:
                     samples.append(sample)
     except OSError as error:
@@ -335,17 +335,17 @@ def _members(file: BinaryIO, shard: Path) -> list[tuple[str, str, tarfile.TarInf
     return members
 
 
-def _sample(key: str, found: dict[str, tarfile.TarInfo], file: BinaryIO) -> Sample:
+def _sample(key: str, files: dict[str, tarfile.TarInfo], file: BinaryIO) -> Sample:
     """Build a sample from the files of one key, given by extension."""
     label: int | str | None = None
-    if "cls" in found:
-        start, size = found["cls"].offset_data, min(found["cls"].size, 64)
+    if "cls" in files:
+        start, size = files["cls"].offset_data, min(files["cls"].size, 64)
         text = os.pread(file.fileno(), size, start).decode("utf-8", "replace").strip()
         label = int(text) if _INTEGER.fullmatch(text) else text
-    images = sorted(found.keys() & IMAGE_EXTENSIONS)
+    images = sorted(files.keys() & IMAGE_EXTENSIONS)
     if not images:
         return Sample(key, None, 0, label)
-    image = found[next((kind for kind in _USUAL_IMAGES if kind in images), images[0])]
+    image = files[next((kind for kind in _USUAL_IMAGES if kind in images), images[0])]
     return Sample(key, image.offset_data, image.size, label)
 
 
@@ -355,9 +355,9 @@ def _find_shards(
     """Return the shard names of a split, and its class names or None."""
     split = data.train_split if training else data.val_split
     setting = f"data.{'train' if training else 'val'}_split {split}"
-    found = _find_split(splits, split)
-    if found is not None:
-        names = found["filenames"]
+    described = _find_split(splits, split)
+    if described is not None:
+        names = described["filenames"]
     elif "|" in split or ("{" not in split and not split.endswith(".tar")):
         raise DataError(
             f"{setting} is neither a pattern such as train-{{000..511}}.tar nor one of the "
@@ -378,7 +378,7 @@ def _find_shards(
         )
     if len(set(names)) != len(names) or not names:
         raise DataError(f"{setting} in {root} must name at least one shard, and none twice")
-    return names, None if found is None else found.get("classes")
+    return names, None if described is None else described.get("classes")
 
 
 def _open_shard(root: Path, name: str, stated: int | None, num_classes: int | None) -> _Images:

@@ -104,11 +104,11 @@ def check_same(world: World, seen: Mapping[str, str]) -> None:
         return
     ranks = world.gather((socket.gethostname(), seen))
     main, expected = ranks[0]
-    rank, node, found = next((r, node, s) for r, (node, s) in enumerate(ranks) if s != expected)
+    rank, node, other = next((r, node, s) for r, (node, s) in enumerate(ranks) if s != expected)
     lines = [
-        f"{name} is {found.get(name, 'missing')} instead of {expected.get(name, 'missing')}"
-        for name in sorted(expected | found, key=lambda name: " class " in name)
-        if found.get(name) != expected.get(name)
+        f"{name} is {other.get(name, 'missing')} instead of {expected.get(name, 'missing')}"
+        for name in sorted(expected | other, key=lambda name: " class " in name)
+        if other.get(name) != expected.get(name)
     ]
     raise DataError(
         f"rank {rank} on node {node} does not match rank 0 on node {main}. "
@@ -124,8 +124,8 @@ def number_as(classes: tuple[str, ...] | None, val: Source) -> None:
     """
     if None in (classes, val.classes):
         return
-    found = {*val.classes}
-    places = [place for place, name in enumerate(classes) if name in found]
+    present = {*val.classes}
+    places = [place for place, name in enumerate(classes) if name in present]
     if len(places) < len(classes) and val.classes == tuple(classes[place] for place in places):
         val.labels, val.classes = np.array(places)[val.labels], classes
     counts = np.bincount(val.labels, minlength=len(val.classes))
@@ -146,8 +146,8 @@ def check_classes(classes: Mapping[str, tuple[str, ...] | None]) -> None:
         where = first if differing[0] in one else second
         raise DataError(f"class {printable(differing[0])} is in the {where} only ({len(differing)} classes differ)")
     pairs = zip_longest(one, other, fillvalue="missing")
-    label, (own, found) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise DataError(f"class {label} is {printable(own)} in the {first} and {printable(found)} in the {second}")
+    label, (own, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise DataError(f"class {label} is {printable(own)} in the {first} and {printable(theirs)} in the {second}")
 
 
 def _warn_of_few(val: Source, fraction: float) -> None:
