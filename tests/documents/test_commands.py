@@ -46,7 +46,7 @@ SHORTER = {
     "python examples/fractals.py output/fractals_images": "--classes 2 --images 8 --size 32",
     "python examples/fractals.py output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
-    "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8",
+    "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8 --schedule.min-lr 0",
     "python train_imagenet.py --config configs/fashion_mnist.yaml": f"{SMALL} --data.path photos "
     "--data.val-fraction 0.5 --model.num-classes 2 --data.batch-size 8",
     "python train_imagenet.py --config configs/fashion_mnist.yaml --run.output": f"{BRIEF} --data.path photos "

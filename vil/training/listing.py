@@ -163,9 +163,10 @@ def list_images(folder: Path, warn: bool = True, all_classes: bool = True) -> Li
         raise DataError(printable(f"image {folder / min(stray)} must lie at {folder}/<class>/<image>"))
     check_found(paths, others if warn else Counter(), where, "the sub-folders of ")
     hidden = []
-    for path in sorted(folder.glob(".*")) if warn else ():
-        with suppress(DataError):  # such as the trash of another user
-            hidden += [path.name] * bool(path.is_dir() and _look_into(path)[1])
+    with suppress(OSError):  # whoever reads the images says what is wrong with the folder
+        for path in sorted(folder.glob(".*")) if warn else ():
+            with suppress(DataError):  # such as the trash of another user
+                hidden += [path.name] * bool(path.is_dir() and _look_into(path)[1])
     if hidden:
         log.warning(
             f"{printable(', '.join(hidden))} in {where} left out, because names that begin with a "
