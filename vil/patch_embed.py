@@ -55,7 +55,8 @@ def _lacking(size: int, patch: int, stride: int) -> int:
     if stride == patch:  # exporters of any size take twice as long for the general form
         return (size + patch - 1) // patch * patch - size
     if not torch.jit.is_scripting() and is_exporting() and is_undecided(size, patch):
-        # A branch would specialise the exported program to one of the two cases.
+        # A branch would specialise the exported program to one of the two cases. Constants need it: PyTorch 2.11
+        # cannot export ``torch.sym_max`` of them.
         return torch.sym_max(patch - size, (patch - size) % stride)
     return max(patch - size, (patch - size) % stride)
 

@@ -62,10 +62,7 @@ def are_equal(size: list[int], other: list[int]) -> bool:
 
 @torch.jit.unused
 def is_undecided(size: int, limit: int) -> bool:
-    """Return whether a program of torch.export is for sizes below the limit and for others.
-
-    For constants a branch is needed: PyTorch 2.11 cannot export ``torch.sym_max`` of them.
-    """
+    """Return whether a program of torch.export is for sizes below the limit and for others."""
     return not (statically_known_true(size < limit) or statically_known_true(size >= limit))
 
 
