@@ -58,6 +58,7 @@ _EXACT = _SCAN | dict.fromkeys(("keys", "gram", "kappa", "dt_weight"), (1, 0))
 _FORWARD = {"y": (1, 1), "out": (0, 1), "states": (0, 1), "final": (0, 1), "split_states": (1, 0)}
 _BACKWARD = dict.fromkeys(("dx", "ddt", "dz", "dskip", "dbias", "dinitial"), (0, 1))
 _BACKWARD |= {"dout": (1, 0), "y": (1, 0), "states": (1, 0)}
+_OF_FRAGMENTS = dict.fromkeys(("operands", "c", "last", "split_states"), (1, 0)) | {"sums": (0, 1), "dweight": (0, 1)}
 _CONV = {"x": (1, 0), "weight": (1, 0), "bias": (1, 0), "order": (1, 0)}
 TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "pack_kernel": {"q": (1, 0), "k": (1, 0), "kq": (0, 1)},
@@ -71,6 +72,11 @@ TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     },
     "exact_forward_kernel": _EXACT | _FORWARD,
     "exact_backward_kernel": _EXACT | _BACKWARD | {"split_states": (1, 0), "sums": (0, 1)},
+    "operands_kernel": {"q": (1, 0), "k": (1, 0), "operands": (0, 1), "gram": (0, 1), "kappa": (0, 1)},
+    "fragments_forward_kernel": _EXACT | _FORWARD | {"operands": (1, 0), "c": (0, 1), "last": (0, 1)},
+    # x, dt, z, the gradient and C are loaded by each direction on its own.
+    "fragments_backward_kernel": _EXACT | _BACKWARD | _OF_FRAGMENTS,
+    "small_gradients_kernel": {"sums": (1, 0), "dk": (0, 1), "dq": (0, 1), "dlow": (0, 1)},
     "keys_kernel": {"keys": (1, 0), "sums": (1, 0), "dq": (0, 1), "dk": (0, 1)},
     "conv_forward_kernel": _CONV | {"out": (0, 1)},
     "conv_backward_kernel": _CONV
@@ -127,7 +133,8 @@ def touches(one: Launch) -> Iterator[tuple[str, Tensor, int, int]]:
         if isinstance(tensor, Tensor):
             name = argument.removesuffix("_ptr")
             reads, writes = known[name]
-            if name == "y" and writes and one.arguments["states_ptr"] is not None:
+            kept = one.arguments.get("states_ptr", one.arguments.get("c_ptr"))
+            if name == "y" and writes and kept is not None:
                 writes += 1
             yield name, tensor, reads, writes
 

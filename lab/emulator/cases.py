@@ -163,11 +163,16 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextmanager
 def in_splits(on: bool) -> Iterator[None]:
-    """Cut scans into splits of two chunks (one if there are few); small inputs would not be cut."""
+    """Cut scans into splits of two chunks (one if there are few); small inputs would not be cut.
+
+    Splits after which states are saved are of sixteen chunks.
+    """
     from vil.kernels.plan import forget_plans
     from vil.kernels.triton import tuning
 
     def splits(kernel, warps, chunks, *_):
+        if kernel == "fragments_backward":
+            return -(-chunks // 16), 16
         return (chunks, 1) if chunks < 4 else (-(-chunks // 2), 2)
 
     old = tuning.num_splits
@@ -339,6 +344,9 @@ def all_cases() -> list[Case]:
         add("exact", 2, L, 72, M=4, dtype="f32")
     add("exact", 2, 37, 72, M=4, dtype="f32", extreme="keys1e3")
     add("exact", 2, 67, 24, M=4, dtype="bf16", splits=True)
+    add("exact", 1, 290, 36, M=16, dtype="bf16", splits=True, quick=80)  # also splits of the backward pass
+    for reverse in (False, True):
+        add("exact", 1, 520, 24, M=8, dtype="bf16", directions=1, reverse=reverse, splits=True)
     for reverse in (False, True):
         add("exact", 2, 37, 24, M=16, dtype="f32", directions=1, reverse=reverse)
     add("exact", 2, 37, 200, M=16, dtype="bf16")

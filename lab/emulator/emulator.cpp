@@ -46,7 +46,7 @@ typedef uint8_t u8;
   X(CVTU64U16) X(CVTS64S16) \
   X(LD) X(ST) X(LDMATRIX) X(STMATRIX) X(BAR) X(WARPSYNC) X(SHFL) \
       X(REDUX) \
-  X(MMATF32) X(MMABF16) X(MMAF16) X(WGMMA) X(WGFENCE) X(WGCOMMIT) X(WGWAIT) X(FENCEPROXY) \
+  X(MMATF32) X(MMABF16) X(MMABF16K8) X(MMAF16) X(MOVMATRIX) X(WGMMA) X(WGFENCE) X(WGCOMMIT) X(WGWAIT) X(FENCEPROXY) \
       X(BRA) X(RET) X(NOP)
 
 enum Op {
@@ -981,6 +981,34 @@ void Machine::step(Warp &W, u64 limit) {
             for (int k = 0; k < 16; k++) p[k] = A[row][k] * B[k][col];
             out[j][l] = u_of(tcsum(p, 16, f_of(R(10 + j)[l]))); } }
         for (int j = 0; j < 4; j++) memcpy(R(j), out[j], 128);
+        break;
+      }
+      case MMABF16K8: {  // m16n8k8: d4 a2 b1 c4
+        if (mask != ~0u) { report(DIVERGENT, I.line, 0, 0, W.id, 0, 0, -1);
+            fail(I, W, "mma by part of a warp"); return; }
+        double A[16][8], B[8][8];
+        for (int l = 0; l < 32; l++) { int g = l >> 2, t = l & 3;
+          for (int h = 0; h < 2; h++) {
+            auto v = [&](u32 x) -> double { return f_of((x >> (16 * h)) << 16); };
+            A[g][2 * t + h] = v(R(4)[l]); A[g + 8][2 * t + h] = v(R(5)[l]);
+            B[2 * t + h][g] = v(R(6)[l]); } }
+        u32 out[4][32];
+        for (int l = 0; l < 32; l++) { int g = l >> 2, t = l & 3;
+          for (int j = 0; j < 4; j++) { int row = g + (j >> 1) * 8, col = 2 * t + (j & 1);
+              double p[8];
+            for (int k = 0; k < 8; k++) p[k] = A[row][k] * B[k][col];
+            out[j][l] = u_of(tcsum(p, 8, f_of(R(7 + j)[l]))); } }
+        for (int j = 0; j < 4; j++) memcpy(R(j), out[j], 128);
+        break;
+      }
+      case MOVMATRIX: {  // 8 rows of 8 halves, two in every lane; transposed
+        if (mask != ~0u) { report(DIVERGENT, I.line, 0, 0, W.id, 0, 0, -1);
+            fail(I, W, "movmatrix by part of a warp"); return; }
+        u32 out[32], *a = R(1);
+        for (int l = 0; l < 32; l++) { int g = l >> 2, t = l & 3;
+          auto v = [&](int row) -> u32 { return (u16)(a[4 * row + g / 2] >> (16 * (g & 1))); };
+          out[l] = v(2 * t) | v(2 * t + 1) << 16; }
+        memcpy(R(0), out, 128);
         break;
       }
       case WGFENCE: break;

@@ -549,11 +549,23 @@ class Program:
             raise PTXError("modifiers")
         self._simple("REDUX", ops, "rrr", f0=kinds.index(".".join(m[1:])))
 
+    def _op_neg(self, m, ops):
+        if m != ["bf16"]:
+            raise PTXError("modifiers")
+        slots = [self._operand(o, "r", 16) for o in ops]
+        self._emit("XOR16", [*slots, self._const("r", 0x8000)])
+
+    def _op_movmatrix(self, m, ops):
+        if m != ["sync", "aligned", "m8n8", "trans", "b16"]:
+            raise PTXError("modifiers")
+        self._simple("MOVMATRIX", ops, "rr")
+
     def _op_mma(self, m, ops):
         shapes = {
             "sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32": ("MMATF32", (4, 4, 2, 4)),
             "sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": ("MMABF16", (4, 4, 2, 4)),
             "sync.aligned.m16n8k16.row.col.f32.f16.f16.f32": ("MMAF16", (4, 4, 2, 4)),
+            "sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32": ("MMABF16K8", (4, 2, 1, 4)),
         }
         key = ".".join(m)
         if key not in shapes:

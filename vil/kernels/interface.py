@@ -76,6 +76,8 @@ class ScanKey(NamedTuple):
     device: torch.device
     dz: tuple[int, ...] | None = None
     """Strides of the tensor that receives the gradient for z; None to allocate it."""
+    small: int | None = None
+    """Columns of the tensor that receives the gradients for k, q and dt, if the plan ``writes_small``."""
 
 
 class ConvKey(NamedTuple):
@@ -124,6 +126,9 @@ them, the sum of both directions before the gate, (B, L, D), and states, in the 
 class ScanPlan(Protocol):
     """Scan for a ``ScanKey``."""
 
+    writes_small: bool
+    """Whether gradients of low-rank step sizes stay of low rank, and may be written to ``small``."""
+
     def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
         """Return the result of ``reference.scan``; with ``save``, also what the backend saves."""
 
@@ -134,6 +139,7 @@ class ScanPlan(Protocol):
         grad_final: Tensor | None,
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: Tensor | None = None,
+        small: Tensor | None = None,
     ) -> ScanArgs:
         """Return the gradients of ``forward``.
 
@@ -144,9 +150,12 @@ class ScanPlan(Protocol):
             saved: Last two results of ``forward``; it scans again without them.
             dz: Tensor for the gradient of z, with the strides in the key, for backends with
                 ``writes_halves``.
+            small: Tensor for the gradients of k, q and dt side by side, (N, B, L, columns in the key),
+                for plans with ``writes_small``. Columns beyond 2 M + R become zeros.
 
         Returns:
-            Gradients; the one for dt has full rank, (N, B, L, D).
+            Gradients. The one for dt has full rank, (N, B, L, D), and there is none for dt_weight; a
+            plan with ``writes_small`` returns both as they were given.
         """
 
 

@@ -107,7 +107,7 @@ class MixerPlan:
         self.scan = backend.scan_plan(
             ScanKey(
                 recurrence, False, self.kappa_scale, (2, B, L, E), M, R, strides, False, dtype,
-                device, one,
+                device, one, self.columns,
             )
         )  # fmt: skip
         self.arena = backend.arena
@@ -209,13 +209,19 @@ def backward(
         x_dbl = None if saved is None else saved[0]
         args, x_dbl = scan_args(plan, xz, params, order, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
-        grads = plan.scan.backward(args, grad, None, kept, dz)
-        x, tokens, ddt = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2), grads.dt.flatten(1, 2)
-        _, _, R, M = plan.sizes
-        padding = (0, plan.columns - 2 * M - R)
-        d_low = torch.bmm(ddt, F.pad(dt_weight.to(ddt.dtype), padding))
-        d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
-        dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
+        B, L, R, M = plan.sizes
+        x, tokens = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2)
+        if plan.scan.writes_small:
+            dx_dbl = torch.empty_like(x_dbl)
+            small = dx_dbl.view(2, B, L, plan.columns)
+            grads = plan.scan.backward(args, grad, None, kept, dz, small)
+            d_dt_weight = grads.dt_weight
+        else:
+            grads = plan.scan.backward(args, grad, None, kept, dz)
+            ddt, padding = grads.dt.flatten(1, 2), (0, plan.columns - 2 * M - R)
+            d_low = torch.bmm(ddt, F.pad(dt_weight.to(ddt.dtype), padding))
+            d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
+            dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
         d_small_weight = _sum_over_tokens(dx_dbl, tokens)
         d_x_proj_weight = torch.cat((d_small_weight[:, 2 * M : 2 * M + R], d_small_weight[:, : 2 * M]), 1)
         small_weight = _small_weight(plan, x_proj_weight, xz.dtype)

@@ -163,6 +163,7 @@ class ScanPlan(NamedTuple):
     """Scan for a ``ScanKey``; prepares nothing."""
 
     key: ScanKey
+    writes_small = False
 
     def forward(self, args: ScanArgs, save: bool = False) -> ScanResult:
         """Return the result of ``scan``."""
@@ -176,6 +177,7 @@ class ScanPlan(NamedTuple):
         grad_final: Tensor | None,
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: None = None,
+        small: None = None,
     ) -> ScanArgs:
         """Return the result of ``scan_backward``."""
         key = self.key

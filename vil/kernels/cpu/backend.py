@@ -245,6 +245,8 @@ class ScanPlan:
         NotImplementedError: If the loops lack the recurrence.
     """
 
+    writes_small = False
+
     def __init__(self, key: ScanKey) -> None:
         if key.recurrence not in _RECURRENCES:
             raise NotImplementedError(
@@ -335,6 +337,7 @@ class ScanPlan:
         grad_final: Tensor | None,
         saved: None = None,
         dz: Tensor | None = None,
+        small: None = None,
     ) -> ScanArgs:
         """Return the gradients of ``forward``; the gradient for dt has full rank, (N, B, L, D).
 

@@ -12,6 +12,7 @@ from vil.kernels.triton import tuning
 from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.diagonal import DiagonalPlan
 from vil.kernels.triton.exact import ExactPlan, ShortPlan
+from vil.kernels.triton.fragment_plan import FragmentPlan
 
 # Recurrence -> plan and largest d_state. Larger states exceed registers or shared memory.
 _FAMILIES: dict[str, tuple[Callable[[ScanKey], ScanPlan], int]] = {
@@ -36,7 +37,9 @@ def scan_plan(key: ScanKey) -> ScanPlan:
             f'backend "triton" supports up to {max_states} states of {key.recurrence}, '
             f'k has {key.states}; use "reference"'
         )
-    if family is ExactPlan and key.shape[2] < tuning.CHUNK:
+    if family is ExactPlan and FragmentPlan.fits(key):
+        family = FragmentPlan
+    elif family is ExactPlan and key.shape[2] < tuning.CHUNK:
         family = ShortPlan
     return family(key)
 

@@ -524,6 +524,7 @@ class DiagonalPlan(ScanPlan):
         grad_final: Tensor | None,
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: Tensor | None = None,
+        small: None = None,
     ) -> ScanArgs:
         """Return the gradients of ``forward``, as described in ``interface.ScanPlan``."""
         y_pre_gate, states = self.forward(args, True)[2:] if saved is None else saved

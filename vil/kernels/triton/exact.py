@@ -27,6 +27,7 @@ from vil.kernels.interface import ScanArgs, ScanKey, ScanResult
 from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_parts import (
+    MIN_FIT_FOR_SPLITS,
     RUN_TIME,
     backward_substitution,
     forward_substitution,
@@ -40,7 +41,7 @@ from vil.kernels.triton.exact_parts import (
     store_states,
 )
 from vil.kernels.triton.exact_splits import exact_states_kernel
-from vil.kernels.triton.exact_splits_backward import STATES_OF_LANE, exact_gradients_kernel
+from vil.kernels.triton.exact_splits_backward import MAX_REGISTERS, STATES_OF_LANE, exact_gradients_kernel
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import LaunchConfig, ScanPlan
 from vil.kernels.triton.tiles import (
@@ -437,13 +438,6 @@ def exact_backward_kernel(
 
 # Largest rank of step sizes that the kernels make; twice that would use up their shared memory.
 _MAX_RANK = 64
-# Finding the states that splits start from takes a fifth of the scan's time if the device is not
-# full. On an H200, the scans took 0.73 of the time with 4 splits (512 px, batch 32, forward), and
-# 1.15 with 2 (224 px, batch 64).
-_MIN_FIT_FOR_SPLITS = 2.5
-# As an aim, too (see ``tuning.THREE_WARPS``): left alone, ptxas moves the loads of the next tokens
-# to their use.
-_MAX_REGISTERS = 240
 
 
 def _splits(config: LaunchConfig, block_d: int) -> dict[str, int]:
@@ -460,8 +454,8 @@ class ExactPlan(ScanPlan):
         precision, fast = tuning.dot_precision(key.dtype), tuning.fast(key.device)
         backward = "exact_backward_float32" if precision == "tf32x3" else "exact_backward"
         sequences, strides = self.N * self.B, self.strides
-        ahead = self.launch_config("exact_forward", self.B, _MIN_FIT_FOR_SPLITS)
-        back = self.launch_config(backward, sequences, _MIN_FIT_FOR_SPLITS)
+        ahead = self.launch_config("exact_forward", self.B, MIN_FIT_FOR_SPLITS)
+        back = self.launch_config(backward, sequences, MIN_FIT_FOR_SPLITS)
         self.splits_ahead, self.splits_back = ahead.num_splits, back.num_splits
         self.blocks = back.blocks
         of_keys = {
@@ -489,7 +483,7 @@ class ExactPlan(ScanPlan):
             exact_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, B=self.B,
             L=self.L, REVERSE=self.reverse, BLOCK_M=self.block_m, FAST=fast, D=self.D, zero=0,
             **strides["dt_full"], **strides["z_back"], **_splits(back, block),
-            **({"maxnreg": _MAX_REGISTERS} if fast else {}),
+            **({"maxnreg": MAX_REGISTERS} if fast else {}),
         )  # fmt: skip
         self._backward = Kernel(
             exact_backward_kernel, sequences * back.blocks * back.num_splits, back.num_warps,
@@ -545,6 +539,7 @@ class ExactPlan(ScanPlan):
         grad_final: Tensor | None,
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: Tensor | None = None,
+        small: None = None,
     ) -> ScanArgs:
         """Return the gradients of ``forward``, as described in ``interface.ScanPlan``."""
         y_pre_gate, states = self.forward(args, True)[2:] if saved is None else saved
@@ -589,6 +584,8 @@ class ShortPlan:
     Zero keys leave the state unchanged in either direction.
     """
 
+    writes_small = False
+
     def __init__(self, key: ScanKey) -> None:
         N, B, self.L, D = key.shape
         shape = (N, B, tuning.CHUNK, D)
@@ -619,6 +616,7 @@ class ShortPlan:
         grad_final: Tensor | None,
         saved: tuple[Tensor | None, Tensor] | None = None,
         dz: Tensor | None = None,
+        small: None = None,
     ) -> ScanArgs:
         """Return the same gradients as ``ExactPlan``."""
         args, grad = self._of_rows(self._padded, args), self._padded(grad)

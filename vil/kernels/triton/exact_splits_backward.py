@@ -19,6 +19,9 @@ from vil.kernels.triton.exact_parts import RUN_TIME, place_of_program
 from vil.kernels.triton.tiles import half_silu, load_quads, longhorn_eps, no_lane
 
 STATES_OF_LANE = 4  # P below: one vector load
+# As an aim, too (see ``tuning.THREE_WARPS``): left alone, ptxas moves the loads of the next tokens
+# to their use.
+MAX_REGISTERS = 240
 
 
 @triton.jit

@@ -41,12 +41,15 @@ class ScanPlan:
     Args:
         key: Description of the arguments.
         max_rank: Largest rank of step sizes that the kernels multiply with their weight.
+        unit: Neighbouring channels that the kernels access together.
 
     Raises:
         NotImplementedError: If x is float64.
     """
 
-    def __init__(self, key: ScanKey, max_rank: int = 0) -> None:
+    writes_small = False
+
+    def __init__(self, key: ScanKey, max_rank: int = 0, unit: int = 1) -> None:
         if key.dtype == torch.float64:
             raise NotImplementedError('the backend "triton" computes in float32, x is torch.float64; use "reference"')
         self.key, (self.N, self.B, self.L, self.D) = key, key.shape
@@ -62,7 +65,8 @@ class ScanPlan:
         widths = {"x": D, "dt": key.rank or D, "q": key.states, "k": key.states, "z": D}
         for (name, width), own in zip(widths.items(), key.strides, strict=True):
             strides[name] = own or (0, 0, 0)
-            if own is not None and (own[-1] != 1 or own[-2] > 2**27):
+            step = unit if width == D else 1
+            if own is not None and (own[-1] != 1 or own[-2] > 2**27 or any(s % step for s in own[:-1])):
                 self.copied.append(name)
                 strides[name] = (B * L * width, L * width, width, 1)[-len(own) :]
         # The gradient for z has the strides of z. If these do not fit dz, z is copied.

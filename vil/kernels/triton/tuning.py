@@ -24,6 +24,10 @@ _DEFAULT = {
     "exact_backward_float32": (32, 1),  # products in three parts: more would spill
     "exact_states": (32, 1),
     "exact_gradients": (32, 1),  # lanes, each with four states of a channel
+    # A channel per lane on average: the warps of a program only share what the caches hold.
+    "fragments_forward": (128, 4),
+    "fragments_backward": (128, 4),
+    "fragments_states": (32, 1),
     "diagonal_forward": (128, 4),
     "diagonal_backward": (32, 1),  # sums over channels stay in a warp
     # Two channels per lane: loads are vectors, and even with 8 taps the backward pass still fits in
@@ -60,9 +64,10 @@ BLOCKS = {
 THREE_WARPS = 168
 
 SHORTEST_SPLIT = 4  # fewest chunks of a split
+SHORTEST_BACK_SPLIT = 16  # the same if states after splits are saved
 # Warps of a kernel that run on a multiprocessor at a time, by registers: 168, or 255 in the exact
 # backward pass.
-_RESIDENT = {"exact_backward": 8, "exact_backward_float32": 8}
+_RESIDENT = {"exact_backward": 8, "exact_backward_float32": 8, "fragments_backward": 8}
 _RESIDENT_OTHERS = 12
 
 
@@ -116,7 +121,8 @@ def num_splits(kernel: str, warps: int, chunks: int, device: torch.device, min_f
     """
     resident = _RESIDENT.get(kernel, _RESIDENT_OTHERS) * processors(device)
     fitting = resident / max(warps, 1)  # an empty batch has no warps
-    count = min(int(fitting), chunks // SHORTEST_SPLIT)
+    shortest = SHORTEST_BACK_SPLIT if kernel == "fragments_backward" else SHORTEST_SPLIT
+    count = min(int(fitting), chunks // shortest)
     if fitting < min_fit or count < 2:
         return 1, chunks
     length = -(-chunks // count)
