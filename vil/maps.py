@@ -137,7 +137,7 @@ def _scan(backbone: VisionLonghorn, images: Tensor, block: int) -> _Scan:
         own = fit(mixer.conv_weight, mixer.x_proj_weight, A, layout, mixer.recurrence, mixer.dt_rank)
         params, order = mixer.arguments(own)
         plan = mixer_plan(xz, params, mixer.recurrence, order, backend=reference)
-        args, _ = scan_args(plan, xz, params, order)
+        args, *_ = scan_args(plan, xz, params, order)
         dt = reference.dt_proj(args.dt, args.dt_weight)
     args = args._replace(dt=dt, dt_weight=None).to(compute_dtype(args.x))
     return _Scan(args, mixer.recurrence, plan.kappa_scale)

@@ -81,6 +81,7 @@ TOUCHES: dict[str, dict[str, tuple[int, int]]] = {
     "conv_forward_kernel": _CONV | {"out": (0, 1)},
     "conv_backward_kernel": _CONV
     | {"grad": (1, 0), "dx": (0, 1), "dweight": (0, 1), "dbias": (0, 1)},
+    "small_weights_kernel": {"x_proj": (1, 0), "dt_weight": (1, 0), "small": (0, 1), "dt": (0, 1)},
 }  # fmt: skip
 
 

@@ -549,12 +549,6 @@ class Program:
             raise PTXError("modifiers")
         self._simple("REDUX", ops, "rrr", f0=kinds.index(".".join(m[1:])))
 
-    def _op_neg(self, m, ops):
-        if m != ["bf16"]:
-            raise PTXError("modifiers")
-        slots = [self._operand(o, "r", 16) for o in ops]
-        self._emit("XOR16", [*slots, self._const("r", 0x8000)])
-
     def _op_movmatrix(self, m, ops):
         if m != ["sync", "aligned", "m8n8", "trans", "b16"]:
             raise PTXError("modifiers")

@@ -209,3 +209,8 @@ class Backend(Protocol):
         Raises:
             NotImplementedError: If the backend does not support the arguments.
         """
+
+    def small_weights(
+        self, x_proj_weight: Tensor, dt_weight: Tensor, columns: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of ``reference.small_weights``."""

@@ -110,7 +110,7 @@ class MixerPlan:
                 device, one, self.columns,
             )
         )  # fmt: skip
-        self.arena = backend.arena
+        self.arena, self.small_weights = backend.arena, backend.small_weights
 
 
 _NOTHING = contextlib.nullcontext()
@@ -156,19 +156,18 @@ def scan_args(
     params: MixerParams,
     order: Order,
     x_dbl: Tensor | None = None,
-) -> tuple[ScanArgs, Tensor]:
-    """Return the arguments of the scan, with low-rank step sizes, and the small projections."""
+) -> tuple[ScanArgs, Tensor, Tensor]:
+    """Return the arguments of the scan, with low-rank step sizes, the small projections and their weight."""
     B, L, R, M = plan.sizes
     x, z = xz.chunk(2, dim=-1)
     convolved = conv_forward(plan.conv, x, params.conv_weight, params.conv_bias, order, params.cls_weight)
+    weight, dt_weight = plan.small_weights(params.x_proj_weight, params.dt_weight, plan.columns, convolved.dtype)
     if x_dbl is None:
-        weight = _small_weight(plan, params.x_proj_weight, convolved.dtype)
         x_dbl = torch.bmm(convolved.flatten(1, 2), weight.mT)
     parts = x_dbl.view(2, B, L, plan.columns)
     dt_low, q, k = parts.narrow(3, 2 * M, R), parts.narrow(3, M, M), parts.narrow(3, 0, M)
-    D, bias, dt_weight = params.D, params.dt_bias, params.dt_weight
-    args = ScanArgs(convolved, dt_low, params.A, q, k, D, bias, z, dt_weight=dt_weight)
-    return args, x_dbl
+    args = ScanArgs(convolved, dt_low, params.A, q, k, params.D, params.dt_bias, z, dt_weight=dt_weight)
+    return args, x_dbl, weight
 
 
 def forward(
@@ -176,7 +175,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the output, (B, L, E), and ``Saved``, whose last two are None without ``save``."""
     with without_autocast(xz), plan.arena:
-        args, x_dbl = scan_args(plan, xz, params, order)
+        args, x_dbl, _ = scan_args(plan, xz, params, order)
         out, _, y_pre_gate, states = plan.scan.forward(args, save)
     return out, x_dbl, y_pre_gate, states
 
@@ -207,7 +206,7 @@ def backward(
         dx, dz = dxz.chunk(2, dim=-1)
     with without_autocast(xz), plan.arena:
         x_dbl = None if saved is None else saved[0]
-        args, x_dbl = scan_args(plan, xz, params, order, x_dbl)
+        args, x_dbl, small_weight = scan_args(plan, xz, params, order, x_dbl)
         kept = None if saved is None or saved[2] is None else saved[1:]
         B, L, R, M = plan.sizes
         x, tokens = xz.chunk(2, dim=-1)[0], args.x.flatten(1, 2)
@@ -219,12 +218,11 @@ def backward(
         else:
             grads = plan.scan.backward(args, grad, None, kept, dz)
             ddt, padding = grads.dt.flatten(1, 2), (0, plan.columns - 2 * M - R)
-            d_low = torch.bmm(ddt, F.pad(dt_weight.to(ddt.dtype), padding))
+            d_low = torch.bmm(ddt, F.pad(args.dt_weight, padding))
             d_dt_weight = _sum_over_tokens(ddt, x_dbl[..., 2 * M :])[..., :R].contiguous()
             dx_dbl = torch.cat((grads.k.flatten(1, 2), grads.q.flatten(1, 2), d_low), dim=-1)
         d_small_weight = _sum_over_tokens(dx_dbl, tokens)
         d_x_proj_weight = torch.cat((d_small_weight[:, 2 * M : 2 * M + R], d_small_weight[:, : 2 * M]), 1)
-        small_weight = _small_weight(plan, x_proj_weight, xz.dtype)
         d_convolved = grads.x.flatten(1, 2).baddbmm_(dx_dbl, small_weight).view(2, *x.shape)
         dx, d_conv_weight, d_conv_bias, d_cls_weight = conv_backward(
             plan.conv, d_convolved, x, conv_weight, conv_bias, order, params.cls_weight, dx
@@ -242,16 +240,6 @@ def backward(
         grads.D,
         d_cls_weight,
     )
-
-
-def _small_weight(plan: MixerPlan, x_proj_weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``x_proj_weight`` with its rows in the order of small projections, (2, P, E)."""
-    _, _, R, M = plan.sizes
-    weight = x_proj_weight.new_empty((2, plan.columns, x_proj_weight.shape[2]), dtype=dtype)
-    weight[:, : 2 * M] = x_proj_weight[:, R:]
-    weight[:, 2 * M : 2 * M + R] = x_proj_weight[:, :R]
-    weight[:, 2 * M + R :] = 0
-    return weight
 
 
 def _sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:

@@ -197,6 +197,27 @@ def dt_proj(dt_low: Tensor, dt_weight: Tensor | None) -> Tensor:
     return dt.reshape(*dt_low.shape[:3], dt.shape[2])
 
 
+def small_weights(x_proj_weight: Tensor, dt_weight: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the weights that give the small projections and step sizes, in a dtype.
+
+    Args:
+        x_proj_weight: Rows for step sizes of rank R, keys and queries, (2, R + 2 M, E).
+        dt_weight: Projection of the step sizes, (2, E, R).
+        columns: Number of columns P of the small projections.
+        dtype: Dtype of both results.
+
+    Returns:
+        The first with rows for keys, queries and step sizes, then zeros, (2, P, E), and the second.
+    """
+    R = dt_weight.shape[2]
+    M = (x_proj_weight.shape[1] - R) // 2
+    weight = x_proj_weight.new_empty((2, columns, x_proj_weight.shape[2]), dtype=dtype)
+    weight[:, : 2 * M] = x_proj_weight[:, R:]
+    weight[:, 2 * M : 2 * M + R] = x_proj_weight[:, :R]
+    weight[:, 2 * M + R :] = 0
+    return weight, dt_weight.to(dtype)
+
+
 def causal_conv1d_bidirectional(x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None = None) -> Tensor:
     """Convolve every channel causally (index 0) and anti-causally (index 1), then apply SiLU.
 

@@ -92,7 +92,7 @@ def test_half_precision(dtype: torch.dtype, parameter_dtype: torch.dtype | None)
 
 def test_programs_that_take_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program loops over tiles; the number of programs need not divide the number of tiles."""
-    monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", 4)
+    monkeypatch.setattr(conv, "BACKWARD_PROGRAMS", (4, 4))
     forget_plans()
     assert_matches_reference(*conv_inputs(3, 35, 70, 4))
     forget_plans()

@@ -23,7 +23,7 @@ from numba import types
 from numba.core.ccallback import CFunc
 from torch import Tensor
 
-from vil.kernels import workspace
+from vil.kernels import reference, workspace
 from vil.kernels.cpu import loops
 from vil.kernels.interface import ConvKey, ScanArgs, ScanKey, ScanResult
 from vil.kernels.plan import plans
@@ -464,4 +464,4 @@ class ConvPlan:
 # ------------------------------------------------------------------------ as ``interface.Backend``
 
 scan_plan, conv_plan = plans(ScanPlan), plans(ConvPlan)
-writes_halves, arena = True, workspace.arena
+writes_halves, arena, small_weights = True, workspace.arena, reference.small_weights

@@ -13,6 +13,7 @@ from vil.kernels.triton.conv import ConvPlan
 from vil.kernels.triton.diagonal import DiagonalPlan
 from vil.kernels.triton.exact import ExactPlan, ShortPlan
 from vil.kernels.triton.fragment_plan import FragmentPlan
+from vil.kernels.triton.weights import small_weights  # noqa: F401  (as ``interface.Backend``)
 
 # Recurrence -> plan and largest d_state. Larger states exceed registers or shared memory.
 _FAMILIES: dict[str, tuple[Callable[[ScanKey], ScanPlan], int]] = {

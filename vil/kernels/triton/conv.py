@@ -24,10 +24,10 @@ from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.tiles import one_row, sigmoid
 
 BLOCK_L = 16
-# Programs of the backward pass, each with separate sums of the parameters' gradients: eight for
-# every multiprocessor of a large GPU, all resident at once. A constant, so that every device adds
-# up in the same order.
-BACKWARD_PROGRAMS = 1024
+# Programs of the backward pass, each with separate sums of the parameters' gradients, for up to four
+# taps and for more: twelve and eight for every multiprocessor of a large GPU, all resident at once.
+# Constants, so that every device adds up in the same order.
+BACKWARD_PROGRAMS = (1536, 1024)
 
 
 @triton.jit
@@ -362,7 +362,8 @@ class ConvPlan:
         rows = B * triton.cdiv(L if key.positions is None else key.positions, BLOCK_L)
         blocks = triton.cdiv(D, block_d)
         # One sum per program, added up at the end: atomics would add in another order every time.
-        self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS, max(blocks, 1)))
+        few = key.taps <= 4
+        self._sums = min(rows, triton.cdiv(BACKWARD_PROGRAMS[0 if few else 1], max(blocks, 1)))
         # Strides of x and of contiguous tensors are in units of the channels per lane: two if
         # strides and address allow it, as in the backbone, else one.
         strides = (*key.strides[:2], D, *(key.dx or (L * D, D))[:2])
@@ -376,7 +377,7 @@ class ConvPlan:
         self._forward = Kernel(conv_forward_kernel, rows * blocks, warps, **shared)
         self._backward = Kernel(
             conv_backward_kernel, self._sums * blocks, warps, **shared, dx_stride_b=dx_b,
-            dx_stride_l=dx_l,
+            dx_stride_l=dx_l, **({"maxnreg": tuning.THREE_WARPS} if few and shared["FAST"] else {}),
         )  # fmt: skip
 
     def _inputs(self, x: Tensor, weight: Tensor, bias: Tensor, order: Tensor | None) -> dict[str, Tensor | None]:

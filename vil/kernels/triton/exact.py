@@ -466,6 +466,8 @@ class ExactPlan(ScanPlan):
         of_steps = {"D": self.D, "RANK": key.rank if self.makes_steps else 0}
         shared = of_keys | of_steps | strides["x"] | strides["dt"]
         limit = {"maxnreg": tuning.THREE_WARPS} if 90 <= fast < 100 and self.block_m == 16 else {}
+        # Left alone, ptxas takes 40 of 255 registers on sm_89, and spills the others.
+        most = {"maxnreg": 255} if 80 <= fast < 90 and self.block_m == 128 else {}
         chunks, of_norms = sequences * self.chunks, norms | strides["q"] | strides["k"]
         self._gram = Kernel(gram_kernel, chunks, 1, **of_keys, **of_norms)
         block, warps = tuning.blocks("exact_states", self.D, key.device)
@@ -475,7 +477,7 @@ class ExactPlan(ScanPlan):
         )  # fmt: skip
         self._forward = Kernel(
             exact_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps,
-            **shared, **strides["z"], **_splits(ahead, ahead.block_d), **limit,
+            **shared, **strides["z"], **_splits(ahead, ahead.block_d), **limit, **most,
         )  # fmt: skip
         lanes, warps = tuning.blocks("exact_gradients", self.D, key.device)
         block = lanes * STATES_OF_LANE // self.block_m
@@ -487,7 +489,7 @@ class ExactPlan(ScanPlan):
         )  # fmt: skip
         self._backward = Kernel(
             exact_backward_kernel, sequences * back.blocks * back.num_splits, back.num_warps,
-            **shared, **strides["z_back"], **_splits(back, back.block_d),
+            **shared, **strides["z_back"], **_splits(back, back.block_d), **most,
         )  # fmt: skip
         self._keys = Kernel(keys_kernel, chunks, 1, **of_keys, **norms, blocks=back.blocks)
 

@@ -30,6 +30,7 @@ from vil.kernels.triton.fragments import (
     load_words,
     low_half,
     pair,
+    prefetch_tokens,
     rounded_number,
     second_operand,
     store_state,
@@ -88,7 +89,9 @@ def operands_kernel(
     rounded_read = read.to(tl.bfloat16)
     to = operands_ptr + chunk * (OPERANDS * 256)
     here, there = second_operand(row, column), second_operand(column, row)
-    tl.store(to + RECALL * 256 + there, -k)
+    # Flips the sign bit: how bfloat16 is negated differs between GPUs.
+    minus_k = (k.to(tl.int16, bitcast=True) ^ -32768).to(tl.bfloat16, bitcast=True)
+    tl.store(to + RECALL * 256 + there, minus_k)
     tl.store(to + ANSWER * 256 + there, q)
     tl.store(to + KEYS * 256 + here, k)
     tl.store(to + QUERIES * 256 + here, q)
@@ -346,6 +349,12 @@ def _forward_direction(
         answer, read = load_operand(operands + ANSWER * 256), load_operand(operands + READ * 256)
         first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
         row, y = (b * L + first) * D + d, ()
+        later, channel = (n + step) * 16, tl.minimum(d // 32 * 32, D - 1)
+        x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + channel
+        if direction == 1:
+            y_row = y_ptr + b * L * D + channel
+            prefetch_tokens(y_row, D, z_ptr + b * z_stride_b + channel, z_stride_l, later, L)
+        prefetch_tokens(x_row, x_stride_l, x_row, x_stride_l, later, L)
         c, state, x, high, low = _next_state(state, loaded, bias, weight, FAST)
         for e in tl.static_range(16):
             y += (skip[e // 8 * 2 + e // 2 % 2] * x[e],)

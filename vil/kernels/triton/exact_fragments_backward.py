@@ -39,6 +39,7 @@ from vil.kernels.triton.fragments import (
     low_half,
     negative,
     operand_of_tokens,
+    prefetch_tokens,
     rounded,
     square_transposed,
     store_float,
@@ -160,6 +161,16 @@ def _chunk_backward(
     first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
     row = (b * L + first) * D + d
     own_row = direction * B * L * D + row
+    later, channel = (n - step) * 16, tl.minimum(d // 32 * 32, D - 1)
+    c_row, dout_row = c_ptr + (direction * B + b) * L * D + channel, dout_ptr + b * L * D + channel
+    prefetch_tokens(c_row, D, x_row - d + channel, x_stride_l, later, L)
+    if z_row is None:
+        prefetch_tokens(dout_row, D, dout_row, D, later, L)
+    else:
+        prefetch_tokens(dout_row, D, z_row - d + channel, z_stride_l, later, L)
+        if direction == 0:
+            y_row = y_ptr + b * L * D + channel
+            prefetch_tokens(y_row, D, y_row, D, later, L)
     c = operand_of_tokens(load_tokens(c_ptr + own_row, step * D, alive))
     dy = from_tokens(load_tokens(dout_ptr + row, step * D, alive))
     x = from_tokens(load_tokens(x_row + first * x_stride_l, step * x_stride_l, alive))
@@ -227,6 +238,16 @@ def _chunk_backward(
 
 
 @triton.jit
+def _store_weight(pointer, tiles, q, exists, RANK: tl.constexpr):
+    """Store sums for the weight of the step sizes, (channels, RANK); see ``load_weight``."""
+    for s in tl.static_range(len(tiles)):
+        for i in tl.static_range(8):  # j // 2, n, j % 2
+            r = 2 * q + (16 * s + 8 * (i // 2 % 2))
+            place = pointer + (i // 4 * 2 + i % 2) * RANK + r
+            store_words(place, tiles[s][2 * i], tiles[s][2 * i + 1], exists & (r < RANK))
+
+
+@triton.jit
 def _backward_direction(
     x_ptr, dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, y_ptr, c_ptr, last_ptr, operands_ptr, gram_ptr,
     kappa_ptr, skip_ptr, bias_ptr, split_states_ptr, dx_ptr, ddt_ptr, dz_ptr, sums_ptr, dskip_ptr,
@@ -277,8 +298,8 @@ def _backward_direction(
     for j in tl.static_range(4):
         store_float(dskip_ptr + sequence * D + d + j, sum_of_quad(dskip[j]), mine)
         store_float(dbias_ptr + sequence * D + d + j, sum_of_quad(dbias[j]), mine)
-    for s in tl.static_range(len(dweight)):
-        store_state(dweight_ptr + (sequence * len(dweight) + s) * (D * 16) + d * 16 + 2 * q, dweight[s], exists)
+    if RANK > 0:
+        _store_weight(dweight_ptr + (sequence * D + d) * RANK, dweight, q, exists, RANK)
     if dinitial_ptr is not None:
         left = (chunks - end) if REVERSE else begin
         store_state(dinitial_ptr + b * (D * 16) + d * 16 + 2 * q, dstate, exists & (left == 0))

@@ -179,7 +179,7 @@ class FragmentPlan(ScanPlan):
         if z is not None and not self.writes_dz:
             own_dz = self.empty(*rows, dtype=self.key.dtype)
         dskip, dbias = self.empty(2, *lead, self.splits_back, self.D)
-        dweight = self.empty(*lead, self.splits_back, self.ranks, *self.state)
+        dweight = self.empty(*lead, self.splits_back, self.D, self.key.rank) if self.ranks else None
         dinitial = None if args.initial_state is None else self.empty(1, self.B, *self.state)
         sums = self.empty(self.warps, *lead, self.chunks, 2 + self.ranks, 256, dtype=torch.bfloat16)
         self._backward(
@@ -190,11 +190,10 @@ class FragmentPlan(ScanPlan):
         )  # fmt: skip
         dk, dq, dlow = self._small_gradients(sums, small)
         dinitial = None if dinitial is None else dinitial[..., : self.key.states].contiguous()
-        if self.ranks:
-            dweight = dweight.sum((1, 2)).transpose(1, 2).flatten(2)[..., : self.key.rank].contiguous()
+        dweight = None if dweight is None else dweight.sum((1, 2))
         return self.gradients(
             args, dz, x=dx, dt=dlow if self.ranks else ddt, A=None, q=dq, k=dk, D=dskip, bias=dbias, z=own_dz,
-            initial_state=dinitial, dt_weight=dweight if self.ranks else None,
+            initial_state=dinitial, dt_weight=dweight,
         )  # fmt: skip
 
     def _small_gradients(self, sums: Tensor, small: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -203,7 +202,8 @@ class FragmentPlan(ScanPlan):
         if self.ranks:
             small = self.empty(*rows, self.columns, dtype=self.key.dtype) if small is None else small
             dk, dq, dlow = small[..., :M], small[..., M : 2 * M], small[..., 2 * M :]
-            dlow[..., 16 * self.ranks :].zero_()
+            if dlow.shape[3] > 16 * self.ranks:
+                dlow[..., 16 * self.ranks :] = 0
         else:
             dk, dq = (self.empty(*rows, M, dtype=self.key.dtype) for _ in range(2))
         self._small(sums, sums_ptr=sums, dk_ptr=dk, dq_ptr=dq, dlow_ptr=dlow)

@@ -190,6 +190,19 @@ def store_tokens(pointer, step: tl.constexpr, pairs, mask):
 
 
 @triton.jit
+def prefetch_tokens(a, a_step: tl.constexpr, b, b_step: tl.constexpr, first, L):
+    """Bring a warp's channels of 16 tokens of two tensors to the L2 cache, a row by each lane.
+
+    a and b are the first channel of the warp, [LANES], in tensors whose tokens lie a step apart.
+    """
+    lane = tl.arange(0, a.shape[0]) % 32
+    token = tl.minimum(tl.maximum(first + lane % 16, 0), L - 1).to(tl.int64)
+    row = tl.where(lane < 16, _address(a + token * a_step), _address(b + token * b_step))
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [row], tl.int32, False, 1)
+
+
+@triton.jit
 def load_state(pointer, mask):
     """Load a tile of float32 from (channels, 16); pointer is column 2 q of the first channel."""
     tile = ()

@@ -18,14 +18,13 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.runtime.jit import MockTensor
 
 _REPORT_S = 5.0  # between two lines about a long compilation
 _MAX_TOGETHER = 8  # kernels that are compiled at the same time, up to 0.8 GB each
 
 _record: "Callable[[Launch], object] | None" = None
-# Other versions may launch in another way.
-_DIRECT = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
+# Other versions may launch and compile in another way.
+_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Kernel:
         compiled = self._compiled.get(key := tuple(key))
         if compiled is None or _hooked():
             compiled = self.function[(self.programs,)](**tensors, **self.constants)
-            if _DIRECT and compiled is not None:  # the interpreter compiles nothing
+            if _KNOWN and compiled is not None:  # the interpreter compiles nothing
                 self._compiled[key] = compiled
             return
         driver = triton.runtime.driver.active
@@ -130,9 +129,9 @@ def recording() -> Iterator[list[Launch]]:
 def compiling() -> Iterator[None]:
     """Compile the kernels of a ``with`` block together instead of launching them.
 
-    This leaves results arbitrary. Later launches find them in memory, those of other processes in
-    Triton's cache. Without this, a kernel is compiled at its first launch, and all that follow
-    wait.
+    This leaves results arbitrary, in all threads: while the block runs, none of them launches. Later
+    launches find the kernels in memory, those of other processes in Triton's cache. Without this, a
+    kernel is compiled at its first launch, and all that follow wait.
     """
     launches: dict[Any, Launch] = {}
 
@@ -151,8 +150,12 @@ def compile_together(launches: Iterable[Launch]) -> None:
 
     Dtypes may stand for tensors that are aligned to 16 bytes. A kernel that does not compile raises
     no error here: its launch does. If compiling takes long, lines on standard error say how far it
-    is.
+    is. Versions of Triton that are not known compile nothing here either.
     """
+    if not _KNOWN:
+        return
+    from triton.runtime.jit import MockTensor
+
     usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
     # Most of the compiler runs outside Python's lock, so threads suffice.
     with (

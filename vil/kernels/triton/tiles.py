@@ -329,8 +329,8 @@ def round_tf32(tile, PRECISION: tl.constexpr, FAST: tl.constexpr):
 def asm_identity(tile, FAST: tl.constexpr):
     """Return the tile through a move, which hides its construction from the compiler.
 
-    Triton 3.9 aborts on a joined and reshaped tile as second operand of a product ("Illegal shared
-    layout", in TritonGPUOptimizeDotOperands). The move compiles to no instruction.
+    Triton 3.8 and 3.9 abort on a joined and reshaped tile as second operand of a product ("Illegal
+    shared layout", in TritonGPUOptimizeDotOperands). The move compiles to no instruction.
     """
     if FAST:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [tile], dtype=tl.float32, is_pure=True, pack=1)
