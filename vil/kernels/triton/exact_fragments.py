@@ -275,10 +275,9 @@ def _load_chunk(
 
 
 @triton.jit
-def _next_state(state, loaded, bias, weight, FAST: tl.constexpr):
-    """Return C as an operand, the state after a chunk, x, and the state before in two parts."""
-    pairs, dt, kappa, recall, solvers, across, keys = loaded
-    v, x, eps = of_channels(bias), from_tokens(pairs), ()
+def eps_of_chunk(dt, bias, weight, kappa, FAST: tl.constexpr):
+    """Return eps of a chunk, a tile, given its loaded step sizes or their low-rank factors."""
+    v, eps = of_channels(bias), ()
     if len(weight) > 0:
         for s in tl.static_range(len(weight)):
             v = add_product(v, weight[s], dt[s])
@@ -286,6 +285,14 @@ def _next_state(state, loaded, bias, weight, FAST: tl.constexpr):
         v = sum_of_tiles(v, from_tokens(dt))
     for e in tl.static_range(16):
         eps += (longhorn_eps(v[e], kappa[e // 4 % 2 * 2 + e % 2], FAST),)
+    return eps
+
+
+@triton.jit
+def _next_state(state, loaded, bias, weight, FAST: tl.constexpr):
+    """Return C as an operand, the state after a chunk, x, and the state before in two parts."""
+    pairs, dt, kappa, recall, solvers, across, keys = loaded
+    x, eps = from_tokens(pairs), eps_of_chunk(dt, bias, weight, kappa, FAST)
     high, low = two_parts(state)
     rest = add_product(add_product(x, high, recall), low, recall)
     c, _ = substitution(rest, eps, solvers, across, False)
@@ -302,7 +309,7 @@ def sum_of_tiles(a, b):
 
 
 @triton.jit
-def _start(
+def start(
     split_states_ptr, place, bias_ptr, dt_weight_ptr, direction, q, d, exists, RANK: tl.constexpr,
     D: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +341,7 @@ def _forward_direction(
     chunks, begin, sequence = tl.cdiv(L, 16), split * split_chunks, direction * B + b
     end, of_lane = tl.minimum(begin + split_chunks, chunks), d * 16 + 2 * q
     place = (sequence * num_splits + split) * (D * 16) + of_lane
-    state, bias, weight = _start(
+    state, bias, weight = start(
         split_states_ptr, place, bias_ptr, dt_weight_ptr, direction, q, d, exists, RANK, D, LANES
     )  # fmt: skip
     skip = load_channels(skip_ptr + direction * D + d, exists)
@@ -369,7 +376,7 @@ def _forward_direction(
         elif direction == 0:
             store_tokens(y_ptr + row, step * D, to_tokens(y), alive)
         else:
-            y = sum_of_tiles(y, from_tokens(load_tokens(y_ptr + row, step * D, alive, True)))
+            y = sum_of_tiles(y, from_tokens(load_tokens(y_ptr + row, step * D, alive)))
             z_row = z_ptr + b * z_stride_b + first * z_stride_l + d
             z, gated = from_tokens(load_tokens(z_row, step * z_stride_l, alive)), ()
             for e in tl.static_range(16):
@@ -410,6 +417,16 @@ def fragments_forward_kernel(
 
 
 @triton.jit
+def store_before_split(
+    states_row, state, n, split_chunks, chunks, exists, REVERSE: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Store the state before chunk n if a split begins there, on the way through the sequence."""
+    begins = ((n + 1) % split_chunks == 0) | (n == chunks - 1) if REVERSE else n % split_chunks == 0
+    if begins:
+        store_state(states_row + n // split_chunks * (D * 16), state, exists)
+
+
+@triton.jit
 def _states_direction(
     x_ptr, dt_ptr, dt_weight_ptr, operands_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
     split_states_ptr, B, L, b, num_splits, split_chunks, block, x_stride_dir, x_stride_b,
@@ -422,27 +439,38 @@ def _states_direction(
     sequence, chunks, of_lane = direction * B + b, tl.cdiv(L, 16), d * 16 + 2 * q
     x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + d
     dt_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b
-    state, bias, weight = _start(
+    state, bias, weight = start(
         start_ptr, b * (D * 16) + of_lane, bias_ptr, dt_weight_ptr, direction, q, d, exists, RANK, D, LANES
     )  # fmt: skip
     states_row = split_states_ptr + sequence * num_splits * (D * 16) + of_lane
     # The last split on the way is not gone through, so another chunk always follows.
     count = (chunks - split_chunks) if REVERSE else (num_splits - 1) * split_chunks
-    loaded = _load_chunk(
-        (chunks - 1) if REVERSE else 0, sequence, x_row, dt_row, operands_ptr, gram_ptr, kappa_ptr, L,
-        g, q, d, exists, REVERSE, x_stride_l, dt_stride_l, RANK, LANES,
+    n, way = (chunks - 1) if REVERSE else 0, -1 if REVERSE else 1
+    even = _load_chunk(
+        n, sequence, x_row, dt_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d, exists, REVERSE,
+        x_stride_l, dt_stride_l, RANK, LANES,
     )  # fmt: skip
-    for i in range(count):
-        n = (chunks - 1 - i) if REVERSE else i
-        if (i == 0) | (((n + 1) if REVERSE else n) % split_chunks == 0):
-            store_state(states_row + n // split_chunks * (D * 16), state, exists)
-        # Nothing waits for memory: everything is loaded one chunk ahead.
-        ahead = _load_chunk(
-            (n - 1) if REVERSE else (n + 1), sequence, x_row, dt_row, operands_ptr, gram_ptr, kappa_ptr,
-            L, g, q, d, exists, REVERSE, x_stride_l, dt_stride_l, RANK, LANES,
+    # Nothing waits for memory: everything is loaded one chunk ahead. Two chunks by turns, because to
+    # copy what has been loaded would wait for it. The barriers keep loads from being moved down.
+    for _ in range(count // 2):
+        odd = _load_chunk(
+            n + way, sequence, x_row, dt_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d, exists,
+            REVERSE, x_stride_l, dt_stride_l, RANK, LANES,
         )  # fmt: skip
-        state = _next_state(state, loaded, bias, weight, FAST)[1]
-        loaded = ahead
+        tl.debug_barrier()
+        store_before_split(states_row, state, n, split_chunks, chunks, exists, REVERSE, D)
+        state = _next_state(state, even, bias, weight, FAST)[1]
+        even = _load_chunk(
+            n + 2 * way, sequence, x_row, dt_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d, exists,
+            REVERSE, x_stride_l, dt_stride_l, RANK, LANES,
+        )  # fmt: skip
+        tl.debug_barrier()
+        store_before_split(states_row, state, n + way, split_chunks, chunks, exists, REVERSE, D)
+        state = _next_state(state, odd, bias, weight, FAST)[1]
+        n += 2 * way
+    if count % 2 == 1:
+        store_before_split(states_row, state, n, split_chunks, chunks, exists, REVERSE, D)
+        state = _next_state(state, even, bias, weight, FAST)[1]
     store_state(states_row + (0 if REVERSE else (num_splits - 1)) * (D * 16), state, exists)
 
 

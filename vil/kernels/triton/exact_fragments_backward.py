@@ -17,12 +17,15 @@ from vil.kernels.triton.exact_fragments import (
     READ_BACK,
     RECALL,
     RUN_TIME_FRAGMENTS,
+    eps_of_chunk,
     load_channels,
     load_kappa,
     load_ranks,
     load_solver,
     load_weight,
     place_of_lane,
+    start,
+    store_before_split,
     substitution,
     tokens_of_lane,
 )
@@ -146,6 +149,37 @@ def _ranks_by_token(low):
 
 
 @triton.jit
+def _load_operands(of_chunk, gram, of_tokens, lane, q):
+    """Load what brings the gradient of the state through a chunk."""
+    operands = of_chunk + lane * 8
+    recall, keys = load_operand(operands + RECALL * 256), load_operand(operands + KEYS * 256)
+    read, rest = load_operand(operands + READ_BACK * 256), load_operand(operands + (READ_BACK + 1) * 256)
+    across = load_words(of_chunk + (ACROSS * 256 + 128) + lane * 4)
+    solvers = load_solver(gram, of_tokens, q, 1, True), load_solver(gram, of_tokens, q, 0, True)
+    queries = load_operand(operands + QUERIES * 256)
+    return recall, keys, read, rest, queries, solvers, across
+
+
+@triton.jit
+def _before_chunk(dstate, dy, eps, operands):
+    """Return the gradient of the state before a chunk, eps W as a tile and as operand, and other operands.
+
+    These are the gradient of the state after the chunk, rounded, and dY in two parts.
+    """
+    recall, keys, read, read_rest, queries, solvers, across = operands
+    recall, keys = negative(recall), negative(keys)
+    later, later_rest = two_parts(dstate)
+    dy_operand, dy_rest = two_parts(dy)
+    # First what does not wait for the chunk after this one.
+    dc = add_product(add_product(zeros(dy[0].shape[0], 16), dy_operand, read), dy_rest, read)
+    dc = add_product(dc, dy_operand, read_rest)
+    dc = add_product(add_product(dc, later, recall), later_rest, recall)
+    dstate = add_product(add_product(dstate, dy_operand, queries), dy_rest, queries)
+    w_operand, w = substitution(dc, eps, solvers, across, True)
+    return add_product(dstate, w_operand, keys), w, w_operand, later, dy_operand, dy_rest
+
+
+@triton.jit
 def _chunk_backward(
     state, dstate, dskip, dbias, dweight, bias, skip, weight, x_row, dt_row, z_row, dout_ptr, y_ptr,
     c_ptr, operands_ptr, gram_ptr, kappa_ptr, dx_ptr, ddt_ptr, dz_row, sums_ptr, B, L, b, n, chunks,
@@ -195,21 +229,9 @@ def _chunk_backward(
         both = exp_and_eps(v[e], bias[e // 8 * 2 + e // 2 % 2], kappa[e // 4 % 2 * 2 + e % 2], FAST)
         exp_minus_v += (both[0],)
         eps += (both[1],)
-    recall, keys = negative(load_operand(operands + RECALL * 256)), negative(load_operand(operands + KEYS * 256))
-    state = add_product(state, c, keys)
-    later, later_rest = two_parts(dstate)
-    dy_operand, dy_rest = two_parts(dy)
-    read = load_operand(operands + READ_BACK * 256)
-    dc = add_product(add_product(zeros(LANES, 16), later, recall), later_rest, recall)
-    dc = add_product(add_product(dc, dy_operand, read), dy_rest, read)
-    dc = add_product(dc, dy_operand, load_operand(operands + (READ_BACK + 1) * 256))
-    queries = load_operand(operands + QUERIES * 256)
-    dstate = add_product(add_product(dstate, dy_operand, queries), dy_rest, queries)
-    across = load_words(of_chunk + (ACROSS * 256 + 128) + lane * 4)
-    gram = gram_ptr + chunk * 256
-    solvers = load_solver(gram, of_tokens, q, 1, True), load_solver(gram, of_tokens, q, 0, True)
-    w_operand, w = substitution(dc, eps, solvers, across, True)
-    dstate = add_product(dstate, w_operand, keys)
+    own = _load_operands(of_chunk, gram_ptr + chunk * 256, of_tokens, lane, q)
+    state = add_product(state, c, negative(own[1]))
+    dstate, w, w_operand, later, dy_operand, dy_rest = _before_chunk(dstate, dy, eps, own)
     c_numbers, dx, dv = _numbers(c), (), ()
     for e in tl.static_range(16):
         dx += (w[e] + skip[e // 8 * 2 + e // 2 % 2] * dy[e],)
@@ -359,3 +381,103 @@ def small_gradients_kernel(
         else:
             of_rank = column + 16 * (i - 2)
             tl.store(dlow_ptr + at * row_step + of_rank, total.to(tl.bfloat16), mask=mask & (of_rank < low_columns))
+
+
+@triton.jit
+def _load_chunk(
+    n, sequence, dt_row, z_row, dout_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d, exists,
+    REVERSE: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Load all of a chunk that changes the gradient of the state."""
+    step: tl.constexpr = -1 if REVERSE else 1
+    chunk, lane = sequence * tl.cdiv(L, 16) + n, tl.arange(0, LANES) % 32
+    first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
+    dout, z = load_tokens(dout_row + first * D, step * D, alive), None
+    if z_row is not None:
+        z = load_tokens(z_row + first * z_stride_l, step * z_stride_l, alive)
+    if RANK > 0:
+        dt = load_ranks(dt_row, dt_stride_l, n, g, q, L, REVERSE, RANK)
+    else:
+        dt = load_tokens(dt_row + d + first * dt_stride_l, step * dt_stride_l, alive)
+    of_tokens, of_chunk = kappa_ptr + chunk * 24, operands_ptr + chunk * (OPERANDS * 256)
+    own = _load_operands(of_chunk, gram_ptr + chunk * 256, of_tokens, lane, q)
+    return dout, z, dt, load_kappa(of_tokens, q), own
+
+
+@triton.jit
+def _go_back(dstate, loaded, bias, weight, FAST: tl.constexpr):
+    """Return the gradient of the state before a chunk."""
+    dout, z, dt, kappa, operands = loaded
+    dy, eps = from_tokens(dout), eps_of_chunk(dt, bias, weight, kappa, FAST)
+    if z is not None:
+        dy, _ = _through_gate(dy, None, from_tokens(z), FAST)
+    return _before_chunk(dstate, dy, eps, operands)[0]
+
+
+@triton.jit
+def _gradients_direction(
+    dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, operands_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
+    split_states_ptr, B, L, b, num_splits, split_chunks, block, dt_stride_dir, dt_stride_b, z_stride_b,
+    direction: tl.constexpr, REVERSE: tl.constexpr, dt_stride_l: tl.constexpr,
+    z_stride_l: tl.constexpr, RANK: tl.constexpr, D: tl.constexpr, LANES: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """Carry the gradient of the state against one direction, and store it after every split."""
+    g, q, d, exists = place_of_lane(block, D, LANES)
+    sequence, chunks, of_lane = direction * B + b, tl.cdiv(L, 16), d * 16 + 2 * q
+    dstate, bias, weight = start(
+        start_ptr, b * (D * 16) + of_lane, bias_ptr, dt_weight_ptr, direction, q, d, exists, RANK, D, LANES
+    )  # fmt: skip
+    dt_row, z_row = dt_ptr + direction * dt_stride_dir + b * dt_stride_b, None
+    if z_ptr is not None:
+        z_row = z_ptr + b * z_stride_b + d
+    dout_row, states_row = dout_ptr + b * L * D + d, split_states_ptr + sequence * num_splits * (D * 16) + of_lane
+    # The last split on the way is not gone through, so another chunk always follows.
+    count = (num_splits - 1) * split_chunks if REVERSE else chunks - split_chunks
+    n, way = 0 if REVERSE else (chunks - 1), 1 if REVERSE else -1
+    even = _load_chunk(
+        n, sequence, dt_row, z_row, dout_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d, exists,
+        REVERSE, dt_stride_l, z_stride_l, RANK, D, LANES,
+    )  # fmt: skip
+    # As in ``exact_fragments._states_direction``.
+    for _ in range(count // 2):
+        odd = _load_chunk(
+            n + way, sequence, dt_row, z_row, dout_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d,
+            exists, REVERSE, dt_stride_l, z_stride_l, RANK, D, LANES,
+        )  # fmt: skip
+        tl.debug_barrier()
+        store_before_split(states_row, dstate, n, split_chunks, chunks, exists, not REVERSE, D)
+        dstate = _go_back(dstate, even, bias, weight, FAST)
+        even = _load_chunk(
+            n + 2 * way, sequence, dt_row, z_row, dout_row, operands_ptr, gram_ptr, kappa_ptr, L, g, q, d,
+            exists, REVERSE, dt_stride_l, z_stride_l, RANK, D, LANES,
+        )  # fmt: skip
+        tl.debug_barrier()
+        store_before_split(states_row, dstate, n + way, split_chunks, chunks, exists, not REVERSE, D)
+        dstate = _go_back(dstate, odd, bias, weight, FAST)
+        n += 2 * way
+    if count % 2 == 1:
+        store_before_split(states_row, dstate, n, split_chunks, chunks, exists, not REVERSE, D)
+        dstate = _go_back(dstate, even, bias, weight, FAST)
+    store_state(states_row + (num_splits - 1 if REVERSE else 0) * (D * 16), dstate, exists)
+
+
+@triton.jit(do_not_specialize=RUN_TIME_FRAGMENTS)
+def fragments_gradients_kernel(
+    dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, operands_ptr, gram_ptr, kappa_ptr, bias_ptr, start_ptr,
+    split_states_ptr, B, L, num_splits, split_chunks, dt_stride_dir, dt_stride_b, z_stride_b,
+    REVERSE: tl.constexpr, dt_stride_l: tl.constexpr, z_stride_l: tl.constexpr, RANK: tl.constexpr,
+    D: tl.constexpr, LANES: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the states after splits, (N, B, S, D, 16), given that of one direction's last."""
+    DIRECTIONS: tl.constexpr = 1 if z_ptr is None else 2
+    b, _, way, block = place_of_program(1, DIRECTIONS, (D + LANES - 1) // LANES)
+    for direction in tl.static_range(DIRECTIONS):
+        if way == direction:
+            _gradients_direction(
+                dt_ptr, dt_weight_ptr, z_ptr, dout_ptr, operands_ptr, gram_ptr, kappa_ptr, bias_ptr,
+                start_ptr, split_states_ptr, B, L, b, num_splits, split_chunks, block, dt_stride_dir,
+                dt_stride_b, z_stride_b, direction, REVERSE or direction == 1, dt_stride_l, z_stride_l,
+                RANK, D, LANES, FAST,
+            )  # fmt: skip

@@ -6,7 +6,6 @@ import triton
 from torch import Tensor
 
 from vil.kernels.interface import ScanArgs, ScanKey, ScanResult
-from vil.kernels.reference import dt_proj
 from vil.kernels.triton import tuning
 from vil.kernels.triton.exact_fragments import (
     OPERANDS,
@@ -14,9 +13,13 @@ from vil.kernels.triton.exact_fragments import (
     fragments_states_kernel,
     operands_kernel,
 )
-from vil.kernels.triton.exact_fragments_backward import fragments_backward_kernel, small_gradients_kernel
-from vil.kernels.triton.exact_parts import MIN_FIT_FOR_SPLITS, gram_kernel
-from vil.kernels.triton.exact_splits_backward import MAX_REGISTERS, STATES_OF_LANE, exact_gradients_kernel
+from vil.kernels.triton.exact_fragments_backward import (
+    fragments_backward_kernel,
+    fragments_gradients_kernel,
+    small_gradients_kernel,
+)
+from vil.kernels.triton.exact_parts import MIN_FIT_FOR_SPLITS
+from vil.kernels.triton.exact_splits_backward import MAX_REGISTERS
 from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.scan_plan import ScanPlan
 from vil.kernels.triton.states import kept_states, padded_states
@@ -68,7 +71,7 @@ class FragmentPlan(ScanPlan):
         block, warps = tuning.blocks("fragments_states", self.D, key.device)
         self._split_states = Kernel(
             fragments_states_kernel, sequences * triton.cdiv(self.D, block), warps, DIRECTIONS=self.N,
-            LANES=block, **shared, **cut,
+            LANES=block, **shared, **cut, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         self._forward = Kernel(
             fragments_forward_kernel, self.B * ahead.blocks * ahead.num_splits, ahead.num_warps, **shared,
@@ -76,14 +79,11 @@ class FragmentPlan(ScanPlan):
             maxnreg=tuning.THREE_WARPS,
         )  # fmt: skip
         cut = {"num_splits": back.num_splits, "split_chunks": back.split_chunks}
-        of_gram = {"BLOCK_M": 16, "PRECISION": "tf32", "FAST": fast}
-        self._gram = Kernel(gram_kernel, chunks, 1, **size, **of_norms, **of_gram)
-        lanes, warps = tuning.blocks("exact_gradients", self.D, key.device)
-        block = lanes * STATES_OF_LANE // 16
+        block, warps = tuning.blocks("fragments_states", self.D, key.device)
         self._split_gradients = Kernel(
-            exact_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, **size, BLOCK_M=16,
-            FAST=fast, D=self.D, BLOCK_D=block, zero=0, **strides["dt_full"], **strides["z_back"], **cut,
-            maxnreg=MAX_REGISTERS,
+            fragments_gradients_kernel, sequences * triton.cdiv(self.D, block), warps, LANES=block,
+            **{name: value for name, value in shared.items() if not name.startswith("x_")},
+            **strides["z_back"], **cut, maxnreg=MAX_REGISTERS,
         )  # fmt: skip
         self._backward = Kernel(
             fragments_backward_kernel, sequences * back.blocks * back.num_splits, back.num_warps, **shared,
@@ -141,21 +141,6 @@ class FragmentPlan(ScanPlan):
         final = None if final is None else final[..., : self.key.states].contiguous()
         return out, final, y_pre_gate if save else None, states
 
-    def _gradients_of_splits(self, own: ScanArgs, z: Tensor | None, grad: Tensor, start: Tensor | None) -> Tensor:
-        """Return the gradients of the states after splits."""
-        lead, result = (self.N, self.B, self.chunks), self.empty(self.N, self.B, self.splits_back, *self.state)
-        packed = {
-            "keys_ptr": self.empty(*lead, 16, 32),
-            "gram_ptr": self.empty(*lead, 2, 16, 16),
-            "kappa_ptr": self.empty(*lead, 2, 16),
-        }
-        self._gram(own.k, q_ptr=own.q, k_ptr=own.k, **packed)
-        self._split_gradients(
-            result, **packed, z_ptr=z, dout_ptr=grad, bias_ptr=own.bias,
-            dt_ptr=dt_proj(own.dt, own.dt_weight), start_ptr=start, split_states_ptr=result,
-        )  # fmt: skip
-        return result
-
     def backward(
         self,
         args: ScanArgs,
@@ -170,9 +155,14 @@ class FragmentPlan(ScanPlan):
         c, last = kept_states(states, self.key.shape, self.splits_back)
         own, grad = self.prepared(args), _aligned(grad.contiguous())
         z = own.z if own.z is None or self.writes_dz else own.z.contiguous()
+        inputs = {
+            "dt_ptr": own.dt, "dt_weight_ptr": own.dt_weight, "z_ptr": z, "dout_ptr": grad,
+            "bias_ptr": own.bias, **self._packed(own),
+        }  # fmt: skip
         split_states = start = self._padded(grad_final)
         if self.splits_back > 1:
-            split_states = self._gradients_of_splits(own, z, grad, start)
+            split_states = self.empty(self.N, self.B, self.splits_back, *self.state)
+            self._split_gradients(split_states, **inputs, start_ptr=start, split_states_ptr=split_states)
         rows, lead = (self.B, self.L, self.D), (self.N, self.B)
         dx, own_dz = self.empty(self.N, *rows, dtype=self.key.dtype), dz
         ddt = None if self.ranks else torch.empty_like(dx)
@@ -183,8 +173,7 @@ class FragmentPlan(ScanPlan):
         dinitial = None if args.initial_state is None else self.empty(1, self.B, *self.state)
         sums = self.empty(self.warps, *lead, self.chunks, 2 + self.ranks, 256, dtype=torch.bfloat16)
         self._backward(
-            grad, x_ptr=own.x, dt_ptr=own.dt, dt_weight_ptr=own.dt_weight, z_ptr=z, dout_ptr=grad,
-            y_ptr=y_pre_gate, c_ptr=c, last_ptr=last, **self._packed(own), skip_ptr=own.D, bias_ptr=own.bias,
+            grad, **inputs, x_ptr=own.x, y_ptr=y_pre_gate, c_ptr=c, last_ptr=last, skip_ptr=own.D,
             split_states_ptr=split_states, dx_ptr=dx, ddt_ptr=ddt, dz_ptr=own_dz, sums_ptr=sums,
             dskip_ptr=dskip, dbias_ptr=dbias, dweight_ptr=dweight, dinitial_ptr=dinitial,
         )  # fmt: skip

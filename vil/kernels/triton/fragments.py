@@ -108,16 +108,16 @@ def _address(pointer):
 
 
 @triton.jit
-def load_words(pointer, mask=None, WRITTEN: tl.constexpr = False):
-    """Load 8 bytes of every lane as two int32, zeros where masked; WRITTEN by this program before."""
+def load_words(pointer, mask=None):
+    """Load 8 bytes of every lane as two int32, zeros where masked."""
     if mask is None:
         return tl.inline_asm_elementwise(
-            "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [_address(pointer)], (tl.int32, tl.int32), True, 1
+            "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [_address(pointer)], (tl.int32, tl.int32), False, 1
         )  # fmt: skip
     else:
         return tl.inline_asm_elementwise(
             _LOAD_WORDS, "=&r,=&r,l,r", [_address(pointer), mask.to(tl.int32)], (tl.int32, tl.int32),
-            not WRITTEN, 1,
+            False, 1,
         )  # fmt: skip
 
 
@@ -125,14 +125,14 @@ def load_words(pointer, mask=None, WRITTEN: tl.constexpr = False):
 def load_word(pointer, mask):
     """Load 4 bytes of every lane as int32, zeros where masked."""
     arguments = [_address(pointer), mask.to(tl.int32)]
-    return tl.inline_asm_elementwise(_LOAD_WORD, "=&r,l,r", arguments, tl.int32, True, 1)
+    return tl.inline_asm_elementwise(_LOAD_WORD, "=&r,l,r", arguments, tl.int32, False, 1)
 
 
 @triton.jit
 def load_float(pointer, mask=None):
     """Load a float32 of every lane, zero where masked."""
     if mask is None:
-        return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=f,l", [_address(pointer)], tl.float32, True, 1)
+        return tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=f,l", [_address(pointer)], tl.float32, False, 1)
     else:
         return load_word(pointer, mask).to(tl.float32, bitcast=True)
 
@@ -166,18 +166,17 @@ def load_operand(pointer):
 
 
 @triton.jit
-def load_tokens(pointer, step: tl.constexpr, mask, WRITTEN: tl.constexpr = False):
+def load_tokens(pointer, step: tl.constexpr, mask):
     """Load four channels of four tokens, 8 pairs of channels, zeros where masked.
 
     Args:
         pointer: First channel of column 2 q, [LANES]; aligned to 8 bytes.
         step: Elements from one token to the next.
         mask: Mask of each token.
-        WRITTEN: Whether this program has written the numbers.
     """
     pairs = ()
     for i in tl.static_range(4):
-        pairs += load_words(pointer + (8 * (i // 2) + i % 2) * step, mask[i], WRITTEN)
+        pairs += load_words(pointer + (8 * (i // 2) + i % 2) * step, mask[i])
     return pairs
 
 
