@@ -345,6 +345,7 @@ def all_cases() -> list[Case]:
     add("exact", 2, 37, 72, M=4, dtype="f32", extreme="keys1e3")
     add("exact", 2, 67, 24, M=4, dtype="bf16", splits=True)
     add("exact", 1, 290, 36, M=16, dtype="bf16", splits=True, quick=80)  # also splits of the backward pass
+    add("exact", 2, 67, 24, M=4, dtype="f16", splits=True)
     for reverse in (False, True):
         add("exact", 1, 520, 24, M=8, dtype="bf16", directions=1, reverse=reverse, splits=True)
     for reverse in (False, True):
@@ -410,4 +411,5 @@ def all_cases() -> list[Case]:
         add("mixer", 2, 37, 36, M=4, dtype=dtype, extreme="longhorn_exact", quick=dtype == "bf16")
         for recurrence in ("longhorn", "mamba", "longhorn_exact"):
             add("mixer", 2, 37, 36, M=4, dtype=dtype, extreme=recurrence, splits=True)
+    add("mixer", 1, 290, 12, M=16, dtype="bf16", extreme="longhorn_exact", splits=True)
     return cases

@@ -32,9 +32,9 @@ def _reads_low_rank(key: ScanKey) -> bool:
     return key.rank is not None and key.rank % 2 == 0 and not any(s % 2 for s in key.strides[1][:-1])
 
 
-def _aligned(tensor: Tensor | None) -> Tensor | None:
-    """Return a tensor that begins at a multiple of 8 bytes."""
-    if tensor is None or tensor.data_ptr() % 8 == 0:
+def _aligned(tensor: Tensor | None, size: int = 8) -> Tensor | None:
+    """Return a tensor that begins at a multiple of so many bytes: itself, or a copy with its strides."""
+    if tensor is None or tensor.data_ptr() % size == 0:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -97,10 +97,12 @@ class FragmentPlan(ScanPlan):
         )  # fmt: skip
 
     def prepared(self, args: ScanArgs) -> ScanArgs:
-        """Return arguments for the kernels, as ``ScanPlan``, that begin at multiples of 8 bytes."""
+        """Return arguments for the kernels, as ``ScanPlan``, that begin where pairs and fours of numbers may."""
         args = super().prepared(args)
-        args = args._replace(D=args.D.float(), bias=args.bias.float())
-        return args._replace(**{name: _aligned(getattr(args, name)) for name in ("x", "dt", "z", "dt_weight")})
+        return args._replace(
+            x=_aligned(args.x), dt=_aligned(args.dt, 4 if self.ranks else 8), z=_aligned(args.z),
+            dt_weight=_aligned(args.dt_weight), D=args.D.float(), bias=args.bias.float(),
+        )  # fmt: skip
 
     def _packed(self, args: ScanArgs) -> dict[str, Tensor]:
         """Launch the kernel that orders keys and queries as operands; return its results."""
