@@ -393,7 +393,7 @@ def _load_chunk(
     step: tl.constexpr = -1 if REVERSE else 1
     chunk, lane = sequence * tl.cdiv(L, 16) + n, tl.arange(0, LANES) % 32
     first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
-    dout, z = load_tokens(dout_row + first * D, step * D, alive), None
+    dout, z = load_tokens(dout_row + first * D, step * D, alive), ()
     if z_row is not None:
         z = load_tokens(z_row + first * z_stride_l, step * z_stride_l, alive)
     if RANK > 0:
@@ -410,7 +410,7 @@ def _go_back(dstate, loaded, bias, weight, FAST: tl.constexpr):
     """Return the gradient of the state before a chunk."""
     dout, z, dt, kappa, operands = loaded
     dy, eps = from_tokens(dout), eps_of_chunk(dt, bias, weight, kappa, FAST)
-    if z is not None:
+    if len(z) > 0:
         dy, _ = _through_gate(dy, None, from_tokens(z), FAST)
     return _before_chunk(dstate, dy, eps, operands)[0]
 
