@@ -356,18 +356,19 @@ def _forward_direction(
         answer, read = load_operand(operands + ANSWER * 256), load_operand(operands + READ * 256)
         first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
         row, y = (b * L + first) * D + d, ()
-        later, channel = (n + step) * 16, tl.minimum(d // 32 * 32, D - 1)
+        ahead, channel = (n + step) * 16, tl.minimum(d // 32 * 32, D - 1)
         x_row = x_ptr + direction * x_stride_dir + b * x_stride_b + channel
         if direction == 1:
             y_row = y_ptr + b * L * D + channel
-            prefetch_tokens(y_row, D, z_ptr + b * z_stride_b + channel, z_stride_l, later, L)
-        prefetch_tokens(x_row, x_stride_l, x_row, x_stride_l, later, L)
+            prefetch_tokens(y_row, D, z_ptr + b * z_stride_b + channel, z_stride_l, ahead, L)
+        prefetch_tokens(x_row, x_stride_l, x_row, x_stride_l, ahead, L)
         c, state, x, high, low = _next_state(state, loaded, bias, weight, FAST)
         for e in tl.static_range(16):
             y += (skip[e // 8 * 2 + e // 2 % 2] * x[e],)
         y = add_product(add_product(add_product(y, high, answer), low, answer), c, read)
         if c_ptr is not None:
-            store_tokens(c_ptr + (direction * B * L * D + row), step * D, tokens_of_operand(c), alive)
+            own_row = (sequence * L + first) * D + d  # 64 bits: sequence has as many
+            store_tokens(c_ptr + own_row, step * D, tokens_of_operand(c), alive)
             if (n % back_chunks == 0) if REVERSE else (((n + 1) % back_chunks == 0) | (n == chunks - 1)):
                 last = sequence * tl.cdiv(chunks, back_chunks) + n // back_chunks
                 store_state(last_ptr + last * (D * 16) + of_lane, state, exists)

@@ -194,17 +194,17 @@ def _chunk_backward(
     operands = of_chunk + lane * 8
     first, alive = tokens_of_lane(n, q, L, exists, REVERSE)
     row = (b * L + first) * D + d
-    own_row = direction * B * L * D + row
-    later, channel = (n - step) * 16, tl.minimum(d // 32 * 32, D - 1)
+    own_row = ((direction * B + b) * L + first) * D + d
+    ahead, channel = (n - step) * 16, tl.minimum(d // 32 * 32, D - 1)
     c_row, dout_row = c_ptr + (direction * B + b) * L * D + channel, dout_ptr + b * L * D + channel
-    prefetch_tokens(c_row, D, x_row - d + channel, x_stride_l, later, L)
+    prefetch_tokens(c_row, D, x_row - d + channel, x_stride_l, ahead, L)
     if z_row is None:
-        prefetch_tokens(dout_row, D, dout_row, D, later, L)
+        prefetch_tokens(dout_row, D, dout_row, D, ahead, L)
     else:
-        prefetch_tokens(dout_row, D, z_row - d + channel, z_stride_l, later, L)
+        prefetch_tokens(dout_row, D, z_row - d + channel, z_stride_l, ahead, L)
         if direction == 0:
             y_row = y_ptr + b * L * D + channel
-            prefetch_tokens(y_row, D, y_row, D, later, L)
+            prefetch_tokens(y_row, D, y_row, D, ahead, L)
     c = operand_of_tokens(load_tokens(c_ptr + own_row, step * D, alive))
     dy = from_tokens(load_tokens(dout_ptr + row, step * D, alive))
     x = from_tokens(load_tokens(x_row + first * x_stride_l, step * x_stride_l, alive))
