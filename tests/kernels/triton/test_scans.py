@@ -200,12 +200,13 @@ def test_step_sizes_of_low_rank_are_their_products(
     assert torch.equal(made[0], plain)
     args = args._replace(dt=full)
     given = plan_of(backend, args, EXACT).forward(args, True)
-    names = ("out", "y_pre_gate", "states")
+    # The saved tensor has room for more than the states before all chunks of 16 tokens, 16 for each channel,
+    # or for C, which kernels in registers save.
+    rows = L if DEVICE == "cuda" and dtype == torch.bfloat16 else -(-L // 16) * 16
+    count = 2 * B * rows * D
+    found, expected = ({"out": r[0], "y_pre_gate": r[2], "states": r[3].flatten()[:count]} for r in (made, given))
     # In bfloat16, a product about halfway between two numbers may be rounded to either of them.
-    assert_near(
-        *(dict(zip(names, (r[0], *r[2:]), strict=True)) for r in (made, given)),
-        TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps,
-    )
+    assert_near(found, expected, TOLERANCE if dtype == torch.float32 else torch.finfo(dtype).eps)
 
 
 @each
