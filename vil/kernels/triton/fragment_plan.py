@@ -154,6 +154,7 @@ class FragmentPlan(ScanPlan):
     ) -> ScanArgs:
         """Return the gradients of ``forward``, as described in ``interface.ScanPlan``."""
         y_pre_gate, states = self.forward(args, True)[2:] if saved is None else saved
+        y_pre_gate, states = _aligned(y_pre_gate), _aligned(states)
         c, last = kept_states(states, self.key.shape, self.splits_back)
         own, grad = self.prepared(args), _aligned(grad.contiguous())
         z = own.z if own.z is None or self.writes_dz else own.z.contiguous()
