@@ -131,7 +131,7 @@ class Plan:
 
     writes_small = False
 
-    def __init__(self, key: ScanKey, kernels: str) -> None:
+    def __init__(self, kernels: str) -> None:
         self.kernels = kernels
 
     def _scan(self, args: ScanArgs) -> Tensor:
@@ -169,7 +169,7 @@ class Emulated:
 
     def scan_plan(self, key: ScanKey) -> Plan:
         """Return the plan of a scan."""
-        return Plan(key, self.kernels)
+        return Plan(self.kernels)
 
 
 @contextlib.contextmanager

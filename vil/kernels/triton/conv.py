@@ -24,9 +24,9 @@ from vil.kernels.triton.launch import Kernel
 from vil.kernels.triton.tiles import one_row, sigmoid
 
 BLOCK_L = 16
-# Programs of the backward pass, each with separate sums of the parameters' gradients, for up to four
-# taps and for more: twelve and eight for every multiprocessor of a large GPU, all resident at once.
-# Constants, so that every device adds up in the same order.
+# Programs of the backward pass, for up to four taps and for more. Each has separate sums of the
+# parameters' gradients. A large GPU runs twelve, or eight, on each multiprocessor at once. These are
+# constants, so that every device adds up in the same order.
 BACKWARD_PROGRAMS = (1536, 1024)
 
 

@@ -1,9 +1,9 @@
 """The exact Longhorn scan in registers: the backward pass, for what ``exact_fragments.py`` scanned.
 
-A warp has the gradients of its 32 channels to itself, too. What keys, queries and low-rank step sizes
-get from these channels is linear in sums over the channels, so every warp goes all the way to dk, dq
-and d_low, in its registers, and ``small_gradients_kernel`` only adds the warps, in a fixed order.
-There are no atomics: gradients are bit-identical from run to run.
+A warp has the gradients of its 32 channels to itself, too. The gradients of keys, queries and low-rank
+step sizes are sums over channels. So each warp computes its own channels' part of dk, dq and d_low in
+its registers. ``small_gradients_kernel`` adds the warps in a fixed order. There are no atomics:
+gradients are bit-identical from run to run.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Triton building blocks for matrix products whose operands and results stay in registers.
 
-A tensor here is one number of every lane, [LANES], and a tile is a tuple of them, so the code says
-which lane holds what, and nothing moves between lanes but by the functions at the end. A warp has a
-tile of 32 channels by 16 columns: tokens, states or ranks. It is the result of ``mma.sync``:
+A tensor here has one number for every lane, [LANES], and a tile is a tuple of such tensors. So the code
+says which lane holds what. Only the functions at the end move numbers between lanes. A warp has a tile
+of 32 channels by 16 columns, which are tokens, states or ranks. It is the result of ``mma.sync``:
 
     lane 4 g + q has channels 4 g + j and columns 8 n + 2 q + p, at place 8 (j // 2) + 4 n + 2 (j % 2) + p
 
