@@ -7,40 +7,31 @@ that the reference makes in float64 with bfloat16 inputs instead of unrounded on
 then those in chunks, for 2 sequences of 197 tokens, 64 channels and 16 states.
 """
 
-import sys
-from pathlib import Path
-
-import torch
-
+import cases
 import runtime
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tests.kernels.scans import random_args, random_gradients, results_of
-from vil.kernels import reference
 from vil.kernels.plan import forget_plans
-from vil.kernels.triton import backend
 from vil.kernels.triton.fragment_plan import FragmentPlan
 
-RECURRENCE, SHAPE = "longhorn_exact", (2, 197, 64, 16)
+CASE = cases.Case("exact", 2, 197, 64, M=16, dtype="bf16", strides="aligned")
+EXACT = cases.Case("exact", 2, 197, 64, M=16, dtype="f32", strides="aligned")  # the same numbers, not rounded
 
 
 def main() -> None:
     """Print a line for each kind of kernels."""
     runtime.install(90)
     runtime.install_project()
-    args = random_args(RECURRENCE, SHAPE, dtype=torch.float64)
-    rounded = random_args(RECURRENCE, SHAPE, dtype=torch.bfloat16)
-    grads = random_gradients(rounded)[0].double(), None
-    truth = results_of(reference, rounded.to(torch.float64), RECURRENCE, grads=grads)
-    unrounded = results_of(reference, args, RECURRENCE, grads=grads)
+    inputs, dout, _ = cases.scan_inputs(CASE)
+    _, truth = cases.scan_reference(CASE, inputs, dout, None)
+    _, unrounded = cases.scan_reference(EXACT, cases.scan_inputs(EXACT)[0], dout, None)
+    names = [name for name, tensor in inputs._asdict().items() if tensor is not None]
     for kernels in ("registers", "chunks"):
-        found = results_of(backend, rounded, RECURRENCE)
+        _, found = cases.scan_run(CASE, inputs, dout, None)
         errors = {
-            name: ((found[name].double() - truth[name]).norm() / (unrounded[name] - truth[name]).norm()).item()
-            for name in ("x", "dt", "q", "k", "bias")
+            name: ((ours.double() - exact).norm() / (other - exact).norm()).item()
+            for name, ours, exact, other in zip(names, found, truth, unrounded, strict=True)
         }
-        print(f"in {kernels}:", ", ".join(f"{name} {error:.2f}" for name, error in errors.items()), flush=True)
+        shown = ", ".join(f"{name} {errors[name]:.2f}" for name in ("x", "dt", "q", "k", "bias"))
+        print(f"in {kernels}: {shown}", flush=True)
         FragmentPlan.fits = staticmethod(lambda key: False)
         forget_plans()
 
