@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 
 from vil.kernels.interface import ScanArgs
@@ -70,6 +71,18 @@ def _apart(t: torch.Tensor, odd: bool = False) -> torch.Tensor:
     return apart.copy_(t)
 
 
+def _far(t: torch.Tensor) -> torch.Tensor:
+    """Return a copy of (..., L, C) whose rows of one token lie together, 2^27 elements after those of the last.
+
+    Scans copy rows farther apart. Offsets in elements pass 32 bits after 16 tokens. Only the pages of these rows
+    take memory.
+    """
+    *lead, L, width = t.shape
+    memory = torch.from_numpy(np.zeros((L << 27) * t.element_size(), np.uint8))  # the runtime's torch.empty fills
+    far = memory.view(t.dtype).view(L, 1 << 27)[:, : t[..., 0, :].numel()].view(L, *lead, width)
+    return far.movedim(0, -2).copy_(t)
+
+
 def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
     """Return the arguments of a scan and the gradients of its output and its last state."""
     g = torch.Generator().manual_seed(hash((c.L, c.D, c.M)) % 2**31)
@@ -92,6 +105,9 @@ def scan_inputs(c: Case) -> tuple[ScanArgs, torch.Tensor, torch.Tensor | None]:
         odd = c.strides == "odd"
         x, dt = _apart(x, odd), _apart(dt, odd)
         z = _apart(z, odd) if N == 2 and odd else z
+    if c.extreme == "far":
+        x, dt, q, k = (_far(t) for t in (x, dt, q, k))
+        z = None if z is None else _far(z)
     A = -randn(N, c.D, c.M).exp() if c.op == "mamba" else None
     D, bias = randn(N, c.D), randn(N, c.D)
     initial = randn(1, c.B, c.D, c.M) if N == 1 and c.initial else None
@@ -340,6 +356,7 @@ def all_cases() -> list[Case]:
     add("exact", 2, 37, 72, M=4, dtype="bf16", extreme="beta60")
     add("exact", 2, 197, 72, M=4, dtype="bf16", extreme="keys1e3")
     add("exact", 2, 37, 72, M=4, dtype="bf16", saved=False)
+    add("exact", 2, 37, 72, M=4, dtype="bf16", extreme="far", quick=90)
     for L in (37, 197):
         add("exact", 2, L, 72, M=4, dtype="f32")
     add("exact", 2, 37, 72, M=4, dtype="f32", extreme="keys1e3")
