@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import vil.kernels.ops  # noqa: F401  (registers torch.ops.vil)
 from vil.kernels import func_transforms, mixer, onnx, reference
-from vil.kernels.checks import check_not_onnx, in_forward_mode, in_transform, is_exporting
+from vil.kernels.checks import check_not_onnx, in_forward_mode, in_transform, is_eager, is_exporting
 from vil.kernels.order import Order
 from vil.sizes import Fitted, TokenLayout, fit
 
@@ -172,7 +172,7 @@ class BidirectionalMixer(nn.Module):
         save = save and self.training  # in evaluation mode, a backward pass recomputes the states
         if not torch.jit.is_scripting():
             params, order = self.arguments(own)
-            if mixer.is_eager(xz, params):
+            if is_eager(xz, params):
                 return self.proj(mixer.run(xz, params, self.recurrence, save, order))
             y = self._without_operator(xz, params, order)
             if y is not None:

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from vil.kernels import mixer
-from vil.kernels.checks import in_transform, is_exporting
+from vil.kernels.checks import in_transform, is_eager, is_exporting
 from vil.kernels.plan import MAX_KEPT
 from vil.tokens import class_token_first
 
@@ -345,7 +345,7 @@ def _tables_for(grids: list[int], taps: int, like: Tensor) -> tuple[Tensor, Tens
     """Return the result of ``vil::token_tables``, by the operator only where a program must contain it."""
     if is_exporting():  # constants of the program, because ONNX has no such operator
         return _tensors(tuple(grids), taps, like.device)
-    if mixer.is_eager(like, ()):
+    if is_eager(like):
         tables = _gpu_tables if like.device.type == "cuda" else _recent_tables
         return tables(tuple(grids), taps, like.device)
     if not torch.compiler.is_compiling() and in_transform():

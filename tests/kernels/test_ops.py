@@ -1,6 +1,7 @@
 """The operators: gradients, registration, argument checks, choice of backend, FLOP counts."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -143,6 +144,7 @@ def test_bidirectional_scan_names_the_wrong_argument(arguments: tuple, message: 
     [
         ("x", randn(L, D), r"x must have shape \(B, L, D\), got \(5, 3\)"),
         ("x", randn(B, 0, D), r"x must have shape \(B, L, D\) with L >= 1, got \(2, 0, 3\)"),
+        ("k", randn(B, L, 0), r"k must have shape \(B, L, M\) with M >= 1, got \(2, 5, 0\)"),
         ("D", randn(D + 1), r"D must have shape \(D\) = \(3,\), got \(4,\)"),
         ("initial_state", randn(B, D, M + 1), r"\(B, D, M\) = \(2, 3, 4\), got \(2, 3, 5\)"),
         ("recurrence", "closed", 'recurrence must be "longhorn" or "longhorn_exact"'),
@@ -152,6 +154,68 @@ def test_a_scan_of_one_direction_names_the_wrong_argument(name: str, value: obje
     x, beta, _, q, k, *_ = scan_arguments("longhorn")
     with pytest.raises(ValueError, match=message):
         ops.longhorn_scan(**{"x": x, "beta": beta, "q": q, "k": k, name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("D", 1.0, r"D must be a torch.Tensor or None, got float 1.0"),
+        ("x", randn(B, L, D).numpy(), "x must be a torch.Tensor, got ndarray"),
+        ("k", None, "k must be a torch.Tensor, got NoneType"),
+    ],
+)
+def test_arguments_that_are_no_tensors_are_named(name: str, value: object, message: str) -> None:
+    x, beta, _, q, k, *_ = scan_arguments("longhorn")
+    with pytest.raises(TypeError, match=message):
+        ops.longhorn_scan(**{"x": x, "beta": beta, "q": q, "k": k, name: value})
+    with pytest.raises(TypeError, match=r"z must be a torch.Tensor, got NoneType"):
+        ops.bidirectional_scan(*replaced(7, None))
+
+
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+def test_eager_calls_without_gradients_equal_the_operator(
+    backend: str, recurrence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    operator = torch.ops.vil.scan
+    monkeypatch.setattr(torch.ops.vil, "scan", lambda *inputs: calls.append(inputs) or operator(*inputs))
+    x, dt, A, q, k, *weights, state = scan_arguments(recurrence)
+    # One token of a longer sequence: rows are apart, as in a decoder's projections.
+    for part in (slice(0, 1), slice(None)):
+        one = (*(t[:, part] for t in (x, dt)), A, *(t[:, part] for t in (q, k)), *weights, state)
+        both = tuple(None if t is None else torch.stack([t, t]) for t in one[:-1])
+        functions = (
+            lambda *a: ops._scan_one_direction(a, recurrence, True),
+            lambda *a: ops.bidirectional_scan(*a, recurrence),
+        )
+        for function, given in zip(functions, (one, (*both, x[:, part])), strict=True):
+            calls.clear()
+            plain = function(*given)
+            assert not calls
+            with torch.no_grad():
+                assert not torch.is_grad_enabled()
+                without = function(*with_gradient(given))
+            assert not calls
+            recorded = function(*with_gradient(given))
+            assert len(calls) == 1
+            for results in (without, recorded):
+                torch.testing.assert_close(results, plain, rtol=0, atol=0)
+            for t in plain if isinstance(plain, tuple) else (plain,):
+                assert t.is_contiguous()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("dynamo", [False, True])
+def test_a_scan_cannot_be_exported_to_onnx(dynamo: bool, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return ops.longhorn_scan(x, x, x, x)
+
+    with pytest.raises(Exception, match="ONNX has no operator vil::scan") as raised:
+        torch.onnx.export(Model().eval(), (randn(B, L, D).float(),), tmp_path / "x.onnx", dynamo=dynamo)
+    assert "torch.export" in str(raised.value)
 
 
 def flops(function: Callable[..., object], *arguments: object) -> tuple[int, int]:

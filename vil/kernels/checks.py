@@ -1,5 +1,7 @@
 """Argument checks of the operators; errors name the argument, its value and the requirement."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -18,6 +20,27 @@ def in_forward_mode() -> bool:
 def in_transform() -> bool:
     """Return whether torch.func transforms the call, or a level of forward_ad is active."""
     return in_forward_mode() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_PLAIN = {torch.nn.Parameter, Tensor, type(None)}
+
+
+def is_eager(x: Tensor, others: Sequence[Tensor | None] = ()) -> bool:
+    """Return whether only autograd and profilers see a call: plain tensors on a CPU or GPU.
+
+    A registered operator is visible to compilers, exporters and transforms, but calling it costs more
+    than all the Python code around a backend. Calls that none of these tools sees bypass it.
+    """
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not in_forward_mode()
+        and x.device.type in ("cpu", "cuda")
+        and _PLAIN.issuperset(map(type, others))
+    )
 
 
 @torch.jit.unused
@@ -48,20 +71,45 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
 
 
 @torch.jit.unused
-def check_not_onnx() -> None:
+def check_not_onnx(name: str = "mixer") -> None:
     """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
     Fake implementations call this, which every export calls but that of a traced program, which
     mixers refuse.
 
+    Args:
+        name: Name of the operator.
+
     Raises:
         RuntimeError: If an ONNX export is running.
     """
     if torch.onnx.is_in_onnx_export():
+        if name == "scan":
+            raise RuntimeError(
+                "ONNX has no operator vil::scan: of the scans only those inside the library's models can be "
+                "exported to ONNX; save your own model with torch.export"
+            )
         raise RuntimeError(
             "ONNX has no operator vil::mixer: create the model with exportable=True, call its "
             "eval(), and give it to torch.onnx.export with dynamo=True"
         )
+
+
+def check_tensors(**arguments: object) -> None:
+    """Check that arguments are tensors; those whose name ends in "_" may also be None.
+
+    Raises:
+        TypeError: If an argument is something else.
+    """
+    for name, value in arguments.items():
+        if not (isinstance(value, Tensor) or (value is None and name[-1] == "_")):
+            allowed = "a torch.Tensor or None" if name[-1] == "_" else "a torch.Tensor"
+            raise TypeError(f"{name.rstrip('_')} must be {allowed}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text}" if len(text) <= 40 and value is not None else type(value).__name__
 
 
 def _check_activation(x: Tensor, name: str, letters: str) -> None:
@@ -108,6 +156,8 @@ def check_scan(args: ScanArgs, recurrence: str) -> None:
     if x.shape[-2] < 1 or (both and x.shape[0] != 2):
         raise ValueError(f"x must have shape ({lead}B, L, D) with L >= 1, got {tuple(x.shape)}")
     _check_activation(k, "k", f"{lead}B, L, M")
+    if k.shape[-1] < 1:
+        raise ValueError(f"k must have shape ({lead}B, L, M) with M >= 1, got {tuple(k.shape)}")
     channels, states, same, parameter = x.shape[-1], k.shape[-1], (x.dtype,), _parameter_dtypes(x)
     step = "dt" if recurrence == "mamba" else "beta"
     _check(dt, step, f"{lead}B, L, D", tuple(x.shape), same, x)

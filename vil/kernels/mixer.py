@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vil.kernels import reference
 from vil.kernels.backends import backend_for
-from vil.kernels.checks import check_mixer, in_forward_mode
+from vil.kernels.checks import check_mixer, is_eager
 from vil.kernels.interface import Backend, ConvKey, ScanArgs, ScanKey
 from vil.kernels.order import SEQUENCE, Order, conv_backward, conv_forward, kappa_scale
 from vil.kernels.plan import MAX_KEPT, kept_plans
@@ -287,26 +287,6 @@ def is_transformed(grad: Tensor) -> bool:
 
 
 # -------------------------------------------------------------------------------------- eager calls
-#
-# A registered operator is visible to compilers, exporters and transforms, but calling it costs more
-# than all the Python code here. Calls that none of these tools sees bypass the operator.
-
-
-def is_eager(xz: Tensor, params: MixerParams) -> bool:
-    """Return whether only autograd and profilers see a call: plain tensors on a CPU or GPU."""
-    return (
-        type(xz) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not in_forward_mode()
-        and xz.device.type in ("cpu", "cuda")
-        and _PLAIN.issuperset(map(type, params))
-    )
-
-
-_PLAIN = {torch.nn.Parameter, Tensor, type(None)}
 
 
 def run(xz: Tensor, params: MixerParams, recurrence: str, save: bool, order: Order = SEQUENCE) -> Tensor:

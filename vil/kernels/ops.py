@@ -7,15 +7,15 @@ backend that you chose by name cannot be used.
 Letters: B batch, L tokens, D channels of the scan, M state size (``d_state``).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+import contextlib
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from vil.kernels import autocast, flops, func_transforms, registration  # noqa: F401  (register)
 from vil.kernels.backends import BACKENDS, use_backend
-from vil.kernels.checks import in_forward_mode
+from vil.kernels.checks import check_not_onnx, check_tensors, in_forward_mode, is_eager
 from vil.kernels.reference import RECURRENCES
 
 __all__ = [
@@ -69,10 +69,12 @@ def longhorn_scan(
         if x is float64, else in float32.
 
     Raises:
+        TypeError: If an argument is no tensor.
         ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
     if recurrence not in ("longhorn", "longhorn_exact"):
         raise ValueError(f'recurrence must be "longhorn" or "longhorn_exact", got {recurrence!r}')
+    check_tensors(x=x, beta=beta, q=q, k=k, D_=D, bias_=bias, initial_state_=initial_state)
     tensors = (x, beta, None, q, k, D, bias, initial_state)
     y, state = _scan_one_direction(tensors, recurrence, reverse)
     return (y, state) if return_final_state else y
@@ -112,8 +114,10 @@ def mamba_scan(
         if x is float64, else in float32.
 
     Raises:
+        TypeError: If an argument is no tensor.
         ValueError: If a shape, dtype or device disagrees.
     """
+    check_tensors(x=x, dt=dt, A=A, q=q, k=k, D_=D, bias_=bias, initial_state_=initial_state)
     tensors = (x, dt, A, q, k, D, bias, initial_state)
     y, state = _scan_one_direction(tensors, "mamba", reverse)
     return (y, state) if return_final_state else y
@@ -152,24 +156,37 @@ def bidirectional_scan(
         (B, L, D) in the dtype of x, accumulated in float32 (float64 if x is).
 
     Raises:
+        TypeError: If an argument is no tensor.
         ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
-    tensors = (x, dt, A, q, k, D, bias, z)
-    return _operator("scan")(*tensors, None, recurrence, False, _has_gradients(tensors))[0]
+    check_tensors(x=x, dt=dt, A_=A, q=q, k=k, D=D, bias=bias, z=z)
+    return _scan((x, dt, A, q, k, D, bias, z, None), recurrence, False)[0]
 
 
 def _scan_one_direction(tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool) -> tuple[Tensor, Tensor]:
     """Return y and the last state, given x, dt, A, q, k, D, bias and initial_state."""
     *tensors, state = (None if t is None else t.unsqueeze(0) for t in tensors)
-    save = _has_gradients((*tensors, state))
-    y, final, *_ = _operator("scan")(*tensors, None, state, recurrence, reverse, save)
+    y, final, *_ = _scan((*tensors, None, state), recurrence, reverse)
     return y, final.squeeze(0)
 
 
-def _has_gradients(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _scan(tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool) -> tuple[Tensor, ...]:
+    """Return the outputs of ``vil::scan``, whose cost counts where a sequence is one token long.
+
+    Calls without gradients that no compiler or transform sees bypass the operator. In forward mode,
+    tensors may be dual, which the operator's plain form takes.
+    """
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    inputs = (*tensors, recurrence, reverse, save)
+    if in_forward_mode():
+        return func_transforms.scan(*inputs)
+    if torch.jit.is_tracing():  # as for ONNX with dynamo=False, which asks no fake implementation
+        check_not_onnx("scan")
+    if save or not is_eager(tensors[0], tensors):
+        return torch.ops.vil.scan(*inputs)
+    with torch.profiler.record_function("vil::scan") if _is_profiled() else contextlib.nullcontext():
+        return registration.scan(*autocast.cast("scan", inputs))
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    """Return an operator, or its plain form in forward mode, where tensors may be dual."""
-    return getattr(func_transforms if in_forward_mode() else torch.ops.vil, name)
+def _is_profiled() -> bool:
+    return torch.autograd.profiler._is_profiler_enabled

@@ -20,9 +20,10 @@ from vil.kernels.checks import (
     check_not_onnx,
     check_scan,
 )
-from vil.kernels.interface import SavedShapes, ScanArgs, compute_dtype, scan_key
+from vil.kernels.interface import SavedShapes, ScanArgs, ScanPlan, compute_dtype, scan_key
 from vil.kernels.mixer import MixerParams, mixer_plan
 from vil.kernels.order import Order
+from vil.kernels.plan import MAX_KEPT, kept_plans
 
 
 def _operator(name: str, schema: str) -> Callable[[Callable[..., object]], CustomOpDef]:
@@ -112,13 +113,36 @@ def _as_kept(y_pre_gate: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor]
 def _scan(*inputs) -> tuple[Tensor, ...]:
     *tensors, recurrence, reverse, save = inputs
     args = ScanArgs(*tensors)
-    check_scan(args, recurrence)
-    x, shapes = args.x, _scan_saves(args, recurrence) if save else None
-    plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
+    plan, x = _scan_plan(args, recurrence, reverse), args.x
+    shapes = _scan_saves(args, recurrence) if save else None
     out, final, *saved = plan.forward(args, shapes is not None)
     # A new empty tensor for no state: two outputs of an operator must not be the same.
     final = x.new_empty(0, dtype=compute_dtype(x)) if final is None else final
     return out.contiguous(), final.contiguous(), *_as_saved(*saved, x, shapes)
+
+
+def scan(*inputs) -> tuple[Tensor, Tensor | None]:
+    """Return the output and the last state of ``vil::scan``, without a gradient."""
+    *tensors, recurrence, reverse, _ = inputs
+    args = ScanArgs(*tensors)
+    out, final, *_ = _scan_plan(args, recurrence, reverse).forward(args)
+    return out.contiguous(), None if final is None else final.contiguous()
+
+
+def _scan_plan(args: ScanArgs, recurrence: str, reverse: bool) -> ScanPlan:
+    """Return the plan of a scan; arguments like those of an earlier call are not checked again."""
+    x = args.x
+    backend = backend_for(x.device, x.dtype)
+    key = (backend, recurrence, reverse, *[None if t is None else (t.shape, t.dtype, t.device) for t in args])
+    if key not in _checked_scans:
+        check_scan(args, recurrence)
+        if len(_checked_scans) >= MAX_KEPT:
+            _checked_scans.clear()
+        _checked_scans[key] = None
+    return backend.scan_plan(scan_key(args, recurrence, reverse, 1.0))
+
+
+_checked_scans: dict[tuple, None] = kept_plans()
 
 
 def _scan_saves(args: ScanArgs, recurrence: str) -> SavedShapes | None:
@@ -131,6 +155,7 @@ def _(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *tensors, recurrence, _, save = inputs
     args = ScanArgs(*tensors)
     check_scan(args, recurrence)
+    check_not_onnx("scan")
     x, shapes = args.x, _scan_saves(args, recurrence) if save else None
     N, B, _, D = x.shape
     shape = (0,) if args.z is not None else (N, B, D, args.k.shape[3])
@@ -147,7 +172,7 @@ def _scan_backward(grad: Tensor, grad_final: Tensor, *inputs) -> tuple[Tensor, .
     *tensors, y_pre_gate, states, recurrence, reverse = inputs
     args = ScanArgs(*tensors)
     x = args.x
-    plan = backend_for(x.device, x.dtype).scan_plan(scan_key(args, recurrence, reverse, 1.0))
+    plan = _scan_plan(args, recurrence, reverse)
     of_final = grad_final if args.z is None else None
     grads = plan.backward(args, grad, of_final, _as_kept(y_pre_gate, states))
     return _pack_grads(grads[: len(tensors)], x)
