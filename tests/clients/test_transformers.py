@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.clients.small_models import backbone_in
+from tests.documents.pages import block_with
 from vil.sizes import bits_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
@@ -173,3 +174,30 @@ def test_files_without_a_grid(images: Callable, tmp_path: Path) -> None:
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     load = type(model).from_pretrained
     assert torch.equal(load(tmp_path)(x).logits, model(x).logits)
+
+
+def test_mamba_runs_on_our_scan_by_the_adapter_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.mamba import modeling_mamba
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50, "state_size": 4, "use_mambapy": False}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()
+    ids = torch.randint(50, (2, 40))
+
+    def results() -> tuple[Tensor, list[Tensor], Tensor]:
+        model.zero_grad()
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        written = model.generate(ids[:, :30], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return out.logits.detach(), [p.grad for p in model.parameters()], written
+
+    monkeypatch.setattr(modeling_mamba, "mamba_selective_scan", modeling_mamba.mamba_selective_scan)
+    logits, grads, written = results()
+    session: dict[str, Any] = {}
+    exec(block_with("scans", "modeling_mamba.mamba_selective_scan ="), session)
+    assert modeling_mamba.mamba_selective_scan is session["selective_scan"]
+    own_logits, own_grads, own_written = results()
+    torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-5)
+    for own, grad in zip(own_grads, grads, strict=True):
+        assert (own - grad).norm() <= 1e-4 * grad.norm()
+    assert torch.equal(own_written, written)

@@ -31,6 +31,8 @@ ELSEWHERE = (
     "python -m vil.selfcheck",
     "python -m lab.benchmarks.loader",
     "python -m lab.benchmarks.models",
+    "python -m lab.benchmarks.scans",
+    "pip install mambapy",
     "python examples/segment.py",
     "python examples/detect.py",
     "python examples/masked.py",
@@ -44,6 +46,7 @@ SHORTER = {
     "python train_imagenet.py --config configs/finetune.yaml": BRIEF,
     "python train_imagenet.py --config configs/scratch.yaml": BRIEF,
     "python examples/fractals.py output/fractals_images": "--classes 2 --images 8 --size 32",
+    "python examples/language_model.py": "--characters 5 --steps 2",
     "python examples/fractals.py output/fractals_32px": "--classes 2 --images 40 --size 32",
     "python train_imagenet.py --config configs/fractals.yaml": f"{SMALL} --model.num-classes 2 "
     "--model.img-size 32 --data.batch-size 8 --augment.mix-size 8 --schedule.min-lr 0",
