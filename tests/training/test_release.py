@@ -7,6 +7,7 @@ import resource
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tests.training.run_files import at_step, rows, terminate
 from vil.preprocess import ImageSpec
 from vil.profile import count_parameters
 from vil.training.engine import interval
-from vil.training.errors import OutputError
+from vil.training.errors import ConfigError, OutputError
 from vil.training.release import ReleaseConfig, release
 from vil.training.subject import load_subject
 
@@ -189,6 +190,75 @@ def test_failure_leaves_nothing(checkpoint, tmp_path) -> None:
             release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "released")))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def prepared(path: Path, how: dict) -> np.ndarray:
+    """Prepare an image as preprocess.json says, without timm and torch."""
+    image = Image.open(path).convert({"RGB": "RGB", "grey": "L"}[how["decode"]["channels"]])
+    (height, width), (rows, columns) = how["resize"]["size"], how["crop"]["size"]
+    assert how["resize"]["rule"] in ("cover", "stretch")
+    size = (width, height)
+    if how["resize"]["rule"] == "cover":
+        ratio = max(height / image.height, width / image.width)
+        size = (int(ratio * image.width), int(ratio * image.height))
+    image = np.asarray(image.resize(size, getattr(Image.Resampling, how["resize"]["interpolation"].upper())))
+    top, left = (round((have - wanted) / 2) for have, wanted in zip(image.shape, (rows, columns), strict=False))
+    image = image[top : top + rows, left : left + columns].reshape(rows, columns, -1) / 255
+    mean, std = (np.array(how["normalize"][key]) for key in ("mean", "std"))
+    return ((image - mean) / std).transpose(2, 0, 1)[None].astype(np.float32)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sizes", ["own", "any"])
+def test_onnx_beside_the_weights_needs_neither_timm_nor_torch(checkpoint, sizes, tmp_path) -> None:
+    """Resized by each rule: "own" with the checkpoint's, which stretches, "any" with the usual one."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package)
+    runtime = pytest.importorskip("onnxruntime")
+    folder = tmp_path / "released"
+    if sizes == "any":
+        content = torch.load(checkpoint, weights_only=True)
+        content["pretrained_cfg"]["crop_mode"] = content["config"]["data"]["crop_mode"] = "center"
+        checkpoint = tmp_path / "center.pt"
+        torch.save(content, checkpoint)
+    release(ReleaseConfig(checkpoint=str(checkpoint), folder=str(folder), onnx=sizes))
+    assert {path.name for path in folder.iterdir()} >= {"model.onnx", "model.onnx.data", "preprocess.json"}
+    how = json.loads((folder / "preprocess.json").read_text())
+    assert how["label_names"] == CLASSES
+    assert how["resize"]["rule"] == {"own": "stretch", "any": "cover"}[sizes]
+    assert how["input"]["shape"] == ["batch", 3, *([16, 16] if sizes == "own" else ["height", "width"])]
+    photo = tmp_path / "photo.png"
+    generator = np.random.default_rng(0)
+    Image.fromarray(generator.integers(0, 256, (44, 30, 3), dtype=np.uint8)).save(photo)
+    session = runtime.InferenceSession(folder / "model.onnx")
+    images = prepared(photo, how)
+    (logits,) = session.run([how["output"]["name"]], {how["input"]["name"]: images})
+    model = vil.load(folder).eval()
+    with torch.no_grad():
+        expected = model(vil.create_transform(model)(photo)[None])
+        assert torch.allclose(torch.from_numpy(logits), expected, atol=1e-5)
+        if sizes == "any":  # other sizes are images at the scale of training
+            other = torch.randn(2, 3, 25, 40)
+            (logits,) = session.run(None, {"images": other.numpy()})
+            same = vil.load(folder, grid_aware=False, dynamic_img_pad=True).eval()(other)
+            assert torch.allclose(torch.from_numpy(logits), same, atol=1e-5)
+
+
+def test_onnx_that_cannot_be_written_leaves_nothing(checkpoint, tmp_path, monkeypatch) -> None:
+    before = sorted(tmp_path.iterdir())
+    options = ReleaseConfig(checkpoint=str(checkpoint), folder=str(tmp_path / "released"), onnx="own")
+    monkeypatch.setattr("vil.training.onnx.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="--onnx needs onnx, onnxscript, onnxruntime; run pip install onnx"):
+        release(options)
+    monkeypatch.undo()
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.onnx.OnnxExporterError("this node is unknown")
+
+    monkeypatch.setattr("torch.onnx.export", fail)
+    with pytest.raises(OutputError, match="cannot export vil_tiny to ONNX: this node is unknown"):
+        release(options)
     assert sorted(tmp_path.iterdir()) == before
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -20,6 +20,7 @@ from tyro.conf import Positional
 from vil.messages import counted, printable
 from vil.preprocess import ImageSpec
 from vil.profile import count_parameters
+from vil.training import onnx
 from vil.training.distributed import versions
 from vil.training.engine import FEW_CLASSES, interval
 from vil.training.errors import ConfigError, OutputError, log
@@ -66,14 +67,16 @@ class ReleaseConfig(Section):
     """Release the averaged weights (EMA) instead of the raw ones."""
     license: str = "other"
     """License of the weights, by its identifier on the Hugging Face hub."""
+    onnx: Literal["none", "own", "any"] = "none"
+    """Also write model.onnx, for images of the weights' size or of any size, and preprocess.json."""
 
 
 def release(options: ReleaseConfig) -> None:
-    """Write a folder with model.safetensors, config.json and README.md atomically.
+    """Write a folder with model.safetensors, config.json and README.md atomically, and with ONNX if asked.
 
-    Raises ConfigError for an invalid license, and for a checkpoint that does not exist, lacks averaged weights or was
-    not written by train_imagenet.py. Raises OutputError if the checkpoint is unreadable or invalid, or the folder
-    exists or cannot be written.
+    Raises ConfigError for an invalid license, if packages for ONNX are missing, and for a checkpoint that does not
+    exist, lacks averaged weights or was not written by train_imagenet.py. Raises OutputError if the checkpoint is
+    unreadable or invalid, or the folder exists or cannot be written, or the model cannot be exported.
     """
     path, folder = Path(options.checkpoint), Path(options.folder)
     if os.path.lexists(folder):
@@ -83,6 +86,8 @@ def release(options: ReleaseConfig) -> None:
             f"--license must be a license identifier of the Hugging Face hub, such as apache-2.0 "
             f"or other, got {options.license!r}"
         )
+    if options.onnx != "none":
+        onnx.check_packages()
     weights = read_source(options.checkpoint, options.ema)
     if weights.config is None:
         raise ConfigError(f"CHECKPOINT {path} must be a checkpoint of train_imagenet.py")
@@ -100,6 +105,8 @@ def release(options: ReleaseConfig) -> None:
         raise OutputError(f"cannot create {temporary}: {error.strerror}") from error
     try:
         _write(temporary, model.eval(), weights, card, options.license)
+        if options.onnx != "none":
+            onnx.write(temporary, weights, options.onnx == "any")
         for file in temporary.iterdir():
             sync(file)
         sync(temporary)
@@ -113,6 +120,7 @@ def release(options: ReleaseConfig) -> None:
     log.info(
         f"released {config.model.name}, {kind} of {weights.age}\n"
         f"load it  import vil; timm.create_model('local-dir:{folder.resolve()}', pretrained=True)"
+        + ("" if options.onnx == "none" else f"\nor run   {folder / 'model.onnx'}, which agrees with the model")
     )
 
 
