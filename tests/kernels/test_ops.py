@@ -204,6 +204,23 @@ def test_eager_calls_without_gradients_equal_the_operator(
                 assert t.is_contiguous()
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
+@pytest.mark.parametrize("kept", [slice(0, 3), slice(2, 5)], ids=["after", "before"])
+def test_padding_by_steps_of_minus_infinity(recurrence: str, kept: slice) -> None:
+    *tokens, skip, bias, _ = scan_arguments(recurrence)
+    x, dt, A, q, k = tokens
+    padded = torch.full_like(dt, -torch.inf)
+    padded[:, kept] = dt[:, kept]
+    given = with_gradient((x, padded, A, q, k, skip, bias, None))
+    y, final = ops._scan_one_direction(given, recurrence, False)
+    short = [t if t is A else t[:, kept] for t in (x, dt, A, q, k)]
+    expected = ops._scan_one_direction((*short, skip, bias, None), recurrence, False)
+    torch.testing.assert_close((y[:, kept], final), expected)
+    (y.square().sum() + final.square().sum()).backward()
+    assert all(t.grad.isfinite().all() for t in given if t is not None)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("dynamo", [False, True])
 def test_a_scan_cannot_be_exported_to_onnx(dynamo: bool, tmp_path: Path) -> None:
