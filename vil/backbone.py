@@ -305,7 +305,7 @@ class VisionLonghorn(GridAware):
         their own.
         """
         if torch.jit.is_tracing():
-            check_not_onnx()  # now, because the conversion of a traced program prints all of it
+            check_not_onnx("mixer")  # now, because the conversion of a traced program prints all of it
         _assert(
             x.shape[1] == self.in_chans,
             f"Input channels ({x.shape[1]}) don't match model ({self.in_chans}).",

@@ -214,7 +214,7 @@ class BidirectionalMixer(nn.Module):
         if self.exportable and is_exporting() and not self.training:
             return onnx.mixer(xz, params, self.recurrence, order)
         if torch.jit.is_tracing():
-            check_not_onnx()
+            check_not_onnx("mixer")
         return None
 
 

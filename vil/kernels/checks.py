@@ -71,14 +71,14 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
 
 
 @torch.jit.unused
-def check_not_onnx(name: str = "mixer") -> None:
+def check_not_onnx(name: str) -> None:
     """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
     Fake implementations call this, which every export calls but that of a traced program, which
     mixers refuse.
 
     Args:
-        name: Name of the operator.
+        name: Name of the operator: "mixer" or "scan".
 
     Raises:
         RuntimeError: If an ONNX export is running.

@@ -236,7 +236,7 @@ def _mixer_saves(xz: Tensor, params: MixerParams, recurrence: str) -> SavedShape
 def _(xz: Tensor, *inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     params, recurrence, save, order = mixer.arguments(inputs)
     check_mixer(xz, *params, recurrence, order.order, order.cls_index)
-    check_not_onnx()
+    check_not_onnx("mixer")
     B, L, width = xz.shape
     shapes = _mixer_saves(xz, params, recurrence) if save else None
     rows = params.x_proj_weight.shape[1]
