@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -207,18 +207,58 @@ def read_image(path: Path, size: tuple[int, int]) -> tv_tensors.Image:
         OSError: If the file cannot be read.
         ValueError: If it has another size.
     """
-    try:
-        with Image.open(path) as file:
-            stored = file.convert("RGB")
-            upright = ImageOps.exif_transpose(file).convert("RGB")
-    except (OSError, Image.DecompressionBombError) as error:
-        raise OSError(f"cannot read {path}: {error}") from error
+    upright, stored = _decoded(path)
     fitting = [image for image in (upright, stored) if (image.height, image.width) == size]
     if not fitting:
         raise ValueError(
             f"{path} has {upright.height} x {upright.width} pixels, but its annotations are for {size[0]} x {size[1]}"
         )
     return tv_tensors.Image(pil_to_tensor(fitting[0]))
+
+
+def read_photo(path: Path) -> tv_tensors.Image:
+    """Read a photograph of any size as RGB, upright, (3, H, W), uint8.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    return tv_tensors.Image(pil_to_tensor(_decoded(path)[0]))
+
+
+def find_photos(paths: Sequence[Path]) -> dict[Path, Path]:
+    """Find photographs.
+
+    Args:
+        paths: Image files, and folders whose images are taken with those of their subfolders.
+
+    Returns:
+        The path of each photograph, by a relative path with the suffix .png for its result.
+
+    Raises:
+        FileNotFoundError: If a path does not exist, or a folder has no images.
+        ValueError: If two photographs would have the same result.
+    """
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist; expected an image or a folder of images")
+        images = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES) if path.is_dir() else [path]
+        if not images:
+            raise FileNotFoundError(f"{path} has no images ({', '.join(sorted(_SUFFIXES))})")
+        for image in images:
+            name = (image.relative_to(path) if path.is_dir() else Path(image.name)).with_suffix(".png")
+            if found.setdefault(name, image) != image:
+                raise ValueError(f"{found[name]} and {image} would both be written to {name}; rename one of them")
+    return found
+
+
+def _decoded(path: Path) -> tuple[Image.Image, Image.Image]:
+    """Return an image as RGB, turned by its EXIF orientation and as it is stored; errors of ``read_photo``."""
+    try:
+        with Image.open(path) as file:
+            return ImageOps.exif_transpose(file).convert("RGB"), file.convert("RGB")
+    except Exception as error:  # decoders raise many types for broken files
+        raise OSError(f"cannot read {path}: {error}") from error
 
 
 def _only(folder: Path, pattern: str) -> Path:

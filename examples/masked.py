@@ -9,7 +9,7 @@ a linear probe on frozen tokens predicts the class at each patch's centre. Its m
 with equal class weights, is printed. Use ``backbone.pt`` in ``vil.load`` or as --weights of other examples.
 """
 
-from training import SMALL, backbone, batches, fit, options, stack
+from training import SMALL, backbone, batches, fit, options, parse, stack
 
 from functools import partial
 
@@ -27,12 +27,12 @@ from vil.training.files import write_atomically
 
 def main() -> None:
     """Train, and save log and weights."""
-    parser = options(__doc__, "output/masked", epochs=4)
+    parser = options(__doc__, "masked", epochs=4)
     parser.add_argument("--way", choices=("simmim", "mae"), default="simmim")
     parser.add_argument("--hide", type=float, default=0.6, help="part of the patches")
     parser.set_defaults(backbone="vil_tiny", model_kwargs=SMALL, img_size=64)
     parser.set_defaults(images=400, batch_size=16, lr=4e-3)
-    args = parser.parse_args()
+    args = parse(parser)
     torch.manual_seed(args.seed)
     train, val = batches(args, MaskFolder, stack)
     plain = backbone(args, features_only=False, num_classes=0)

@@ -8,11 +8,13 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # other processes cost little (docs/speed.md)
 
 import argparse
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import timm
 import torch
 from timm.utils import ParseKwargs
 from torch import Tensor, nn
@@ -22,10 +24,12 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import vil
+from description import DESCRIPTION, read_description, write_description
 from folders import AnnotatedFolder
 from shapes import Shapes
 from vil.training.files import csv_text, write_atomically, write_text
 from vil.training.program import check_workers
+from vil.weights.sources import read_weights
 
 BACKBONE = "vil_tiny_pyramid"
 # Arguments of the default backbone: at this size, two cores train it in minutes.
@@ -33,17 +37,18 @@ SMALL = {"embed_dim": 128, "depth": 4, "patch_size": 8}
 HELD_OUT = 200  # pictures of shapes
 
 
-def options(description: str, output: str, epochs: int) -> argparse.ArgumentParser:
+def options(description: str, example: str, epochs: int) -> argparse.ArgumentParser:
     """Return the command-line parser of an example.
 
     Args:
         description: Help text of the example.
-        output: Default output folder.
+        example: Name of the example; by default it writes to output/NAME.
         epochs: Default number of epochs.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.set_defaults(example=example, predict=None)
     add = parser.add_argument
-    add("--data", type=_path, help="folder, laid out as folders.py says; shapes without it")
+    add("--data", type=path_of, help="folder, laid out as folders.py says; shapes without it")
     add("--backbone", default=BACKBONE, help="timm's name of a model with several strides")
     add("--model-kwargs", nargs="*", default={}, action=ParseKwargs, help="such as depth=8")
     add("--weights", help="of the backbone, whatever vil.load takes")
@@ -55,11 +60,49 @@ def options(description: str, output: str, epochs: int) -> argparse.ArgumentPars
     add("--seed", type=int, default=0, help="of shapes, order and weights")
     add("--workers", type=int, default=0, help="processes that read images")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--output", type=_path, default=Path(output), help="folder of log, picture and weights")
+    add("--output", type=path_of, default=Path("output") / example, help="folder of log, picture and weights")
     return parser
 
 
-def _path(text: str) -> Path:
+def parse(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line, and add to its options what the model still needs.
+
+    With --predict, the model is described by model.json of --output. Otherwise ``model_kwargs`` are completed:
+    by those of --weights if the file has any, or by SMALL if neither --model-kwargs nor --weights are given.
+    ``mean`` and ``std`` of images are those of --weights, or else those of the backbone.
+
+    Args:
+        parser: Parser from ``options``.
+        words: Words of the command line; None takes those of this process.
+
+    Raises:
+        FileNotFoundError: If weights or model.json are missing.
+        ValueError: If weights or model.json cannot be read, or an argument cannot be saved in model.json.
+    """
+    args = parser.parse_args(words)
+    if args.predict:
+        given = [key for key, value in vars(args).items() if value != parser.get_default(key)]
+        if unused := sorted({*given} - {"predict", "output", "device", "threshold"}):
+            named = ", ".join(f"--{key.replace('_', '-')}" for key in unused)
+            parser.error(f"--predict takes the model of --output as it was trained; leave out {named}")
+        return argparse.Namespace(**vars(args) | read_description(args.output, args.example))
+    known, cfg = SMALL if args.backbone == BACKBONE and not args.model_kwargs else {}, {}
+    if args.weights:
+        weights = read_weights(args.weights)
+        known, cfg = weights.model_args if weights.architecture else {}, weights.pretrained_cfg
+    known = {key: value for key, value in known.items() if key not in ("img_size", "num_classes")}
+    args.model_kwargs = known | args.model_kwargs
+    for key in ("mean", "std"):
+        setattr(args, key, cfg.get(key) or timm.get_pretrained_cfg_value(args.backbone, key))
+    try:
+        json.dumps(args.model_kwargs, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--model-kwargs must have values that JSON can save, got {args.model_kwargs}") from error
+    return args
+
+
+def path_of(text: str) -> Path:
+    """Return the path that an option names."""
     return Path(text).expanduser()  # shells leave ~ after an equals sign
 
 
@@ -76,9 +119,9 @@ def batches(
     Raises:
         ValueError: If the batch is larger than the data, or val has a category that train lacks.
     """
-    resize, scale = v2.Resize((args.img_size,) * 2), v2.ToDtype(torch.float32, scale=True)
+    plain = preparation(args.img_size)
+    resize, scale = plain.transforms
     mirrored = v2.Compose([resize, v2.RandomHorizontalFlip(), scale])
-    plain = v2.Compose([resize, scale])
     if args.data is None:  # seeds of shapes: even for training, odd for held-out data
         train = Shapes(2 * args.seed, args.images, args.img_size, mirrored)
         val = Shapes(2 * args.seed + 1, HELD_OUT, args.img_size, plain)
@@ -93,21 +136,21 @@ def batches(
     return DataLoader(train, shuffle=True, drop_last=True, **common), DataLoader(val, **common)
 
 
+def preparation(img_size: int) -> v2.Compose:
+    """Return the transform of held-out images and photographs: squares of ``img_size`` px, float32, in 0 to 1."""
+    return v2.Compose([v2.Resize((img_size,) * 2), v2.ToDtype(torch.float32, scale=True)])
+
+
 def stack(items: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, Tensor]:
     """Return a batch: images, (B, 3, H, W), in 0 to 1, and class indices, (B, H, W)."""
     return torch.stack([i for i, _ in items]), torch.stack([found["mask"] for _, found in items])
 
 
 def backbone(args: argparse.Namespace, **arguments: object) -> nn.Module:
-    """Return the backbone that the command line asks for; ``arguments`` go to timm."""
-    arguments = {"features_only": True, "img_size": args.img_size} | arguments | model_kwargs(args)
+    """Return the backbone that the options of ``parse`` ask for; ``arguments`` go to timm."""
+    arguments = {"features_only": True, "img_size": args.img_size} | arguments | args.model_kwargs
     create = partial(vil.load, args.weights) if args.weights else vil.timm_models.create
     return create(args.backbone, **arguments)
-
-
-def model_kwargs(args: argparse.Namespace) -> dict[str, object]:
-    """Return --model-kwargs; if empty, SMALL for the default backbone without --weights, else {}."""
-    return args.model_kwargs or (SMALL if args.backbone == BACKBONE and not args.weights else {})
 
 
 def fit(
@@ -117,6 +160,7 @@ def fit(
     train: DataLoader,
     loss_of: Callable[..., Tensor],
     evaluate: Callable[[], dict[str, float]],
+    classes: Sequence[str] = (),
 ) -> None:
     """Train a model; print and log a line after every epoch, and save its weights at the end.
 
@@ -127,6 +171,7 @@ def fit(
         train: Training batches.
         loss_of: Returns the loss of a batch; called with the parts of the batch.
         evaluate: Returns metrics on held-out data.
+        classes: Class names; with them, model.json describes the model for --predict.
     """
     whole, own = (sum(p.numel() for p in part.parameters()) for part in (model, features))
     print(f"{args.backbone}: {own:,} parameters, and {whole - own:,} of the head")
@@ -153,4 +198,7 @@ def fit(
         print("  ".join(f"{name} {value:.5g}" for name, value in row.items()))
         rows.append(row)
         write_text(args.output / "log.csv", csv_text(rows))
+    (args.output / DESCRIPTION).unlink(missing_ok=True)  # a crash must not leave that of former weights
     write_atomically(args.output / "weights.pt", lambda file: torch.save(model.state_dict(), file))
+    if classes:
+        write_description(args, classes)

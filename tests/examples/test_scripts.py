@@ -14,8 +14,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
-from torch import nn
+from PIL import Image, ImageOps
+from timm.models import save_for_hf
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as v2
 
 import vil
 
@@ -44,15 +47,35 @@ def run(modules: None, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run_it(name: str, output: Path, *arguments: str) -> None:
         script = str(EXAMPLES / f"{name}.py")
-        monkeypatch.setattr(sys, "argv", [script, "--output", str(output), *TINY, *arguments])
+        common = ("--output", str(output), *(() if "--predict" in arguments else TINY))
+        monkeypatch.setattr(sys, "argv", [script, *common, *arguments])
         runpy.run_path(script, run_name="__main__")
 
     return run_it
 
 
+@pytest.fixture
+def trained(modules: None, monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Return a list to which runs add the models that they trained."""
+    training, models = importlib.import_module("training"), []
+    fit = training.fit
+    monkeypatch.setattr(training, "fit", lambda args, model, *rest: (fit(args, model, *rest), models.append(model)))
+    return models
+
+
+@pytest.fixture
+def painted(modules: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Return a list to which runs add the arguments of the pictures that they paint for --predict."""
+    pictures, calls = importlib.import_module("pictures"), []
+    for name in ("paint_mask", "paint_boxes"):
+        paint = getattr(pictures, name)
+        monkeypatch.setattr(pictures, name, lambda *args, paint=paint: (paint(*args), calls.append(args)))
+    return calls
+
+
 def check(name: str, output: Path, epochs: int) -> list[dict]:
     """Check the files that an example wrote; return its log."""
-    assert {path.name for path in output.iterdir()} == {"log.csv", "picture.png", "weights.pt"}
+    assert {path.name for path in output.iterdir()} == {"log.csv", "model.json", "picture.png", "weights.pt"}
     with (output / "log.csv").open() as file:
         rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
     assert [row["epoch"] for row in rows] == list(range(1, epochs + 1))
@@ -66,16 +89,72 @@ def check(name: str, output: Path, epochs: int) -> list[dict]:
     return rows
 
 
+def photograph(path: Path) -> Tensor:
+    """Save a photograph that a camera took sideways; return its pixels upright, (3, 45, 70), as they are read."""
+    pixels = np.random.default_rng(1).integers(0, 256, (9, 14, 3), np.uint8)
+    upright, exif = Image.fromarray(pixels).resize((70, 45)), Image.Exif()
+    exif[274] = 6  # a quarter turn clockwise makes it upright
+    path.parent.mkdir(parents=True)
+    upright.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    with Image.open(path) as file:
+        assert file.size == (45, 70)
+        return v2.pil_to_tensor(ImageOps.exif_transpose(file))
+
+
+def check_prediction(run: Run, name: str, output: Path, model: nn.Module, painted: list[tuple]) -> list[str]:
+    """Check that --predict does the same as the trained model, for a photograph; return its class names."""
+    photos = output.parent / "photos"
+    photo = photograph(photos / "holiday/beach.jpg")
+    (photos / "broken.jpg").write_bytes(b"\xff\xd8\xff no more")
+    if name == "detect":  # make it sure of something after these few steps, and save it again
+        nn.init.constant_(model.head.classification_head.cls_logits.bias, 2.0)
+        torch.save(model.state_dict(), output / "weights.pt")
+    with pytest.raises(OSError, match=r"1 of 2 images have no prediction: cannot read .*broken\.jpg: "):
+        run(name, output, "--predict", str(photos))
+    with Image.open(output / "predictions/holiday/beach.png") as picture:
+        assert picture.size == (70, 45)
+        assert not np.array_equal(np.asarray(picture), photo.permute(1, 2, 0))
+    ((_, shown, found, classes),) = painted
+    assert torch.equal(shown, photo)
+    images = v2.to_dtype(v2.resize(photo, [32, 32]), torch.float32, scale=True)
+    with torch.inference_mode():
+        if name == "segment":
+            logits = F.interpolate(model.eval()(images[None]), (45, 70), mode="bilinear")
+            assert torch.equal(found, logits[0].argmax(0))
+        else:
+            (expected,) = model.eval()([images])
+            sure = expected["scores"] >= 0.5
+            assert sure.any()
+            boxes = expected["boxes"] * torch.tensor([70 / 32, 45 / 32] * 2)
+            assert torch.equal(found["boxes"], boxes[sure])
+            assert all(torch.equal(found[key], expected[key][sure]) for key in ("labels", "scores"))
+    return classes
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", METRICS)
-def test_an_example_learns_shapes(run: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    run(name, tmp_path, "--images", "40", "--epochs", "3")
-    rows = check(name, tmp_path, epochs=3)
+def test_an_example_learns_shapes_and_predicts(
+    run: Run,
+    name: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    trained: list[nn.Module],
+    painted: list[tuple],
+) -> None:
+    output = tmp_path / "output"
+    run(name, output, "--images", "40", "--epochs", "3")
+    rows = check(name, output, epochs=3)
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[-1]["step"] == 30
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("vil_tiny_pyramid: ")
     assert [line.startswith("epoch ") for line in printed[1:]] == [True] * 3
+    classes = check_prediction(run, name, output, *trained, painted)
+    assert classes == ["background", "circle", "triangle", "cross", "ring"]
+    (said,) = capsys.readouterr().out.splitlines()
+    source, picture = tmp_path / "photos/holiday/beach.jpg", output / "predictions/holiday/beach.png"
+    assert said.startswith(f"{source} -> {picture}: ")
+    assert any(f"{one} " in said for one in classes)
 
 
 @pytest.mark.ci
@@ -167,12 +246,141 @@ def coco(tmp_path: Path) -> Path:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(("name", "data"), [("segment", "masks"), ("detect", "coco")])
-def test_an_example_learns_a_folder(
-    run: Run, name: str, data: str, tmp_path: Path, request: pytest.FixtureRequest
+def test_an_example_learns_a_folder_and_predicts(
+    run: Run,
+    name: str,
+    data: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    trained: list[nn.Module],
+    painted: list[tuple],
 ) -> None:
     folder, output = request.getfixturevalue(data), tmp_path / "output"
     run(name, output, "--data", str(folder), "--epochs", "2")
     assert check(name, output, epochs=2)[-1]["step"] == 2
+    classes = check_prediction(run, name, output, *trained, painted)
+    assert classes == {"segment": ["nothing", "something", "another"], "detect": ["background", "dog", "cat"]}[name]
+
+
+DESCRIPTION = {
+    "example": "segment",
+    "backbone": "vil_tiny_pyramid",
+    "model_kwargs": {"embed_dim": 32, "depth": 1},
+    "img_size": 32,
+    "mean": [0.5, 0.5, 0.5],
+    "std": [0.5, 0.5, 0.5],
+    "classes": ["nothing", "something"],
+}
+
+
+def test_prediction_says_what_does_not_fit(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    described, weights = tmp_path / "model.json", tmp_path / "weights.pt"
+
+    def predict(name: str = "segment", *words: str) -> None:
+        run(name, tmp_path, "--predict", str(tmp_path / "photo.png"), *words)
+
+    with pytest.raises(FileNotFoundError, match=r"model\.json is missing; train with --output .* first"):
+        predict()
+    described.write_text(json.dumps(DESCRIPTION))
+    with pytest.raises(FileNotFoundError, match=r"weights\.pt is missing; train with --output .* first"):
+        predict()
+    torch.save(Executed(), weights)
+    with pytest.raises(FileNotFoundError, match=r"photo\.png does not exist; expected an image or a folder"):
+        predict()
+    picture(tmp_path / "photo.png", np.zeros((4, 5, 3), np.uint8))
+    with pytest.raises(ValueError, match="files that could execute code are not read"):
+        predict()
+    torch.save({"other": torch.zeros(1)}, weights)
+    with pytest.raises(ValueError, match=r"weights\.pt does not fit the model of .*model\.json: "):
+        predict()
+    with pytest.raises(ValueError, match=r"must be of example detect, got segment; use that script"):
+        predict("detect")
+    for name, words, said in (
+        ("segment", ("--backbone", "resnet18", "--lr", "1"), "leave out --backbone, --lr"),
+        ("detect", ("--threshold", "2"), "--threshold must be 0 to 1, got 2"),
+    ):
+        described.write_text(json.dumps(DESCRIPTION | {"example": name}))
+        with pytest.raises(SystemExit):
+            predict(name, *words)
+        assert said in capsys.readouterr().err
+    described.write_text('{"example": ')
+    with pytest.raises(ValueError, match=r"model\.json is not JSON: "):
+        predict()
+    described.write_text('{"example": "segment", "other": 1}')
+    with pytest.raises(ValueError, match=r"must be an object with example, backbone, .*, got example, other$"):
+        predict()
+
+
+class Executed:
+    """An object that runs a function when a file with it is read without care."""
+
+    def __reduce__(self) -> tuple:
+        return pytest.fail, ("the file was executed",)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("img_size", True, "a whole number above 0, got True"),
+        ("std", [1, 1, 0], "three numbers above 0, got"),
+        ("mean", [1, 1], "three numbers, got"),
+        ("classes", [], "a list of names, got"),
+        ("backbone", 5, "a string, got 5"),
+        ("model_kwargs", {"checkpoint_path": "x"}, "an object without arguments that fetch weights, got"),
+    ],
+)
+def test_a_description_with_a_wrong_value_is_refused(
+    run: Run, tmp_path: Path, key: str, value: object, allowed: str
+) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(DESCRIPTION | {key: value}))
+    (tmp_path / "weights.pt").touch()
+    with pytest.raises(ValueError, match=rf"{key} of .*model\.json must be {allowed}"):
+        run("segment", tmp_path, "--predict", "photo.png")
+
+
+def test_photographs_are_found_in_folders_and_have_their_own_result(folders: ModuleType, tmp_path: Path) -> None:
+    for name in ("one/a.jpg", "one/below/a.JPG", "b.png", "one/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    found = folders.find_photos([tmp_path / "one", tmp_path / "b.png", tmp_path / "b.png"])
+    assert {str(k): str(v.relative_to(tmp_path)) for k, v in found.items()} == {
+        "a.png": "one/a.jpg",
+        "below/a.png": "one/below/a.JPG",
+        "b.png": "b.png",
+    }
+    with pytest.raises(ValueError, match=r"one/a\.jpg and .*below/a\.JPG would both be written to a\.png"):
+        folders.find_photos([tmp_path / "one", tmp_path / "one/below/a.JPG"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty has no images \(\.bmp, "):
+        folders.find_photos([tmp_path / "empty"])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", METRICS)
+def test_prediction_does_not_need_the_weights_of_the_backbone(run: Run, name: str, tmp_path: Path) -> None:
+    weights, sizes = tmp_path / "release", {"img_size": 32, "embed_dim": 32, "depth": 1}
+    model = timm.create_model("vil_tiny", num_classes=5, **sizes)
+    save_for_hf(model, weights, model_args=sizes, safe_serialization=True)
+    run(name, tmp_path, "--images", "4", "--epochs", "1", "--model-kwargs", "--weights", str(weights))
+    weights.rename(tmp_path / "gone")
+    photograph(tmp_path / "photos/photo.png")
+    run(name, tmp_path, "--predict", str(tmp_path / "photos/photo.png"))
+    assert (tmp_path / "predictions/photo.png").is_file()
+
+
+def test_the_description_has_the_arguments_of_the_weights(modules: None, tmp_path: Path) -> None:
+    training, sizes = importlib.import_module("training"), {"img_size": 32, "embed_dim": 32, "depth": 1}
+    model = timm.create_model("vil_tiny", num_classes=5, **sizes)
+    model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "num_classes": 5}
+    save_for_hf(model, tmp_path / "release", model_args=sizes, safe_serialization=True)
+    parser = training.options("", "segment", 1)
+    args = training.parse(parser, ["--weights", str(tmp_path / "release"), "--model-kwargs", "drop_path_rate=0.1"])
+    assert {"embed_dim": 32, "depth": 1, "drop_path_rate": 0.1}.items() <= args.model_kwargs.items()
+    assert not args.model_kwargs.keys() & {"img_size", "num_classes"}
+    assert tuple(args.mean) == (0.1, 0.2, 0.3)
+    assert training.parse(parser, []).model_kwargs == training.SMALL
+    with pytest.raises(ValueError, match="--model-kwargs must have values that JSON can save"):
+        training.parse(parser, ["--model-kwargs", "x={1}"])
 
 
 @pytest.fixture
@@ -256,7 +464,7 @@ def test_ignored_pixels_count_in_neither_loss_nor_score(modules: None, tmp_path:
 
 def test_the_segmenter_normalises_its_images(modules: None, tmp_path: Path) -> None:
     training, segment = (importlib.import_module(name) for name in ("training", "segment"))
-    model, seen = segment.segmenter(training.options("", str(tmp_path), 1).parse_args([]), 5), []
+    model, seen = segment.segmenter(training.parse(training.options("", str(tmp_path), 1), []), 5), []
     model[1].encoder.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     mean = torch.tensor(timm.get_pretrained_cfg_value("vil_tiny_pyramid", "mean"))
     assert model(mean[:, None, None].expand(2, 3, 64, 64)).shape == (2, 5, 64, 64)
