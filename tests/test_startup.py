@@ -26,6 +26,8 @@ PROGRAMS = sorted(
 WATCH = """
 import os, runpy, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
