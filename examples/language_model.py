@@ -154,7 +154,11 @@ def train(model: LanguageModel, ids: Tensor, args: argparse.Namespace) -> None:
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.98), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, args.steps, pct_start=0.1, cycle_momentum=False)
+    # In few steps the warm-up takes more than a tenth: PyTorch divides by zero if it ends at the first step.
+    warm_up = min(0.75, max(0.1, 1.5 / args.steps))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, args.steps, pct_start=warm_up, cycle_momentum=False
+    )
     generator, started = torch.Generator().manual_seed(args.seed), time.process_time()
     for step in range(1, args.steps + 1):
         starts = torch.randint(len(learnt) - args.window, (args.batch_size,), generator=generator)

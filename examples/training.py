@@ -178,7 +178,9 @@ def fit(
     args.output.mkdir(parents=True, exist_ok=True)
     optimizer = torch.optim.AdamW(vil.param_groups(model, args.lr))
     steps = args.epochs * len(train)
-    schedule = OneCycleLR(optimizer, args.lr, steps, pct_start=0.1, cycle_momentum=False)
+    # In few steps the warm-up takes more than a tenth: PyTorch divides by zero if it ends at the first step.
+    warm_up = min(0.75, max(0.1, 1.5 / steps))
+    schedule = OneCycleLR(optimizer, args.lr, steps, pct_start=warm_up, cycle_momentum=False)
     started, rows = time.perf_counter(), []
     for epoch in range(1, args.epochs + 1):
         model.train()

@@ -56,5 +56,7 @@ def test_a_file_is_learnt_and_a_prompt_continued(run: Callable[..., str], tmp_pa
     assert run("--prompt", "horns, lo", "--characters", "6") == "horns, long hor\n"
     with pytest.raises(ValueError, match=r"--prompt must consist of characters of the text, got \['X'\]"):
         run("--prompt", "X")
+    for steps in ("1", "2", "10"):
+        assert f"step {steps}  loss" in run(str(text), *small, "--steps", steps, "--characters", "1")
     with pytest.raises(ValueError, match="the text must have more than 2570 characters"):
         run(str(text), "--steps", "1")

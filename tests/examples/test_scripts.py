@@ -361,7 +361,8 @@ def test_prediction_does_not_need_the_weights_of_the_backbone(run: Run, name: st
     weights, sizes = tmp_path / "release", {"img_size": 32, "embed_dim": 32, "depth": 1}
     model = timm.create_model("vil_tiny", num_classes=5, **sizes)
     save_for_hf(model, weights, model_args=sizes, safe_serialization=True)
-    run(name, tmp_path, "--images", "4", "--epochs", "1", "--model-kwargs", "--weights", str(weights))
+    # Ten steps, after which a warm-up of a tenth would be over at the first one.
+    run(name, tmp_path, "--images", "40", "--epochs", "1", "--model-kwargs", "--weights", str(weights))
     weights.rename(tmp_path / "gone")
     photograph(tmp_path / "photos/photo.png")
     run(name, tmp_path, "--predict", str(tmp_path / "photos/photo.png"))
