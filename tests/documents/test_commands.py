@@ -34,7 +34,6 @@ ELSEWHERE = (
     "python -m lab.benchmarks.scans",
     "pip install mambapy",
     "python examples/serve.py",
-    "time python -c",
     "python examples/segment.py",
     "python examples/detect.py",
     "python examples/masked.py",
