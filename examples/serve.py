@@ -127,6 +127,8 @@ def options() -> argparse.Namespace:
     for name in ("workers", "threads", "waiting", "max_bytes", "max_pixels", "top"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not args.seconds > 0:
+        parser.error(f"--seconds must be above 0, got {args.seconds}")
     return args
 
 

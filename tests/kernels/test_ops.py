@@ -193,7 +193,6 @@ def test_eager_calls_without_gradients_equal_the_operator(
             plain = function(*given)
             assert not calls
             with torch.no_grad():
-                assert not torch.is_grad_enabled()
                 without = function(*with_gradient(given))
             assert not calls
             recorded = function(*with_gradient(given))
@@ -283,16 +282,21 @@ def test_explicit_backend_that_cannot_serve_is_an_error(monkeypatch: pytest.Monk
         chosen("cuda", torch.float32)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("recurrence", ops.RECURRENCES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_casts_activations_and_not_parameters(dtype: torch.dtype) -> None:
-    given = [None if t is None else t.float() for t in bidirectional_arguments("mamba")]
-    low = [t if i in (2, 5, 6) else t.to(dtype) for i, t in enumerate(given)]
+def test_autocast_casts_activations_and_nothing_within(dtype: torch.dtype, recurrence: str) -> None:
+    given = [None if t is None else t.float() for t in bidirectional_arguments(recurrence)]
+    low = [t if t is None or i in (2, 5, 6) else t.to(dtype) for i, t in enumerate(given)]
+    one, one_low = ([*(None if t is None else t[0] for t in both[:-1]), None] for both in (given, low))
     with torch.autocast("cpu", dtype=dtype):
-        out = ops.bidirectional_scan(*given, "mamba")
-        y = ops.mamba_scan(*(t[0] for t in given[:-1]))
+        out = ops.bidirectional_scan(*given, recurrence)
+        y, state = ops._scan_one_direction(tuple(one), recurrence, False)
         in_double = ops.longhorn_scan(*(t for t in scan_arguments("longhorn")[:5] if t is not None))
-    assert torch.equal(out, ops.bidirectional_scan(*low, "mamba"))
-    assert torch.equal(y, ops.mamba_scan(*(t[0] for t in low[:-1])))
+    assert torch.equal(out, ops.bidirectional_scan(*low, recurrence))
+    expected = ops._scan_one_direction(tuple(one_low), recurrence, False)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(state, expected[1])
     assert in_double.dtype == torch.float64  # autocast leaves it alone
 
 

@@ -74,8 +74,8 @@ def check_no_tangents(name: str, arguments: tuple[object, ...]) -> None:
 def check_not_onnx(name: str) -> None:
     """Check that no ONNX export is running, because ONNX has none of this library's operators.
 
-    Fake implementations call this, which every export calls but that of a traced program, which
-    mixers refuse.
+    Fake implementations call this. Exports of a traced program call none, so mixers and scans ask
+    while they are traced.
 
     Args:
         name: Name of the operator: "mixer" or "scan".
@@ -95,16 +95,16 @@ def check_not_onnx(name: str) -> None:
         )
 
 
-def check_tensors(**arguments: object) -> None:
-    """Check that arguments are tensors; those whose name ends in "_" may also be None.
+def check_tensors(required: dict[str, object], optional: dict[str, object]) -> None:
+    """Check that arguments, by name, are tensors; optional ones may also be None.
 
     Raises:
         TypeError: If an argument is something else.
     """
-    for name, value in arguments.items():
-        if not (isinstance(value, Tensor) or (value is None and name[-1] == "_")):
-            allowed = "a torch.Tensor or None" if name[-1] == "_" else "a torch.Tensor"
-            raise TypeError(f"{name.rstrip('_')} must be {allowed}, got {_shown(value)}")
+    for arguments, allowed in ((required, "a torch.Tensor"), (optional, "a torch.Tensor or None")):
+        for name, value in arguments.items():
+            if not isinstance(value, Tensor) and (value is not None or arguments is required):
+                raise TypeError(f"{name} must be {allowed}, got {_shown(value)}")
 
 
 def _shown(value: object) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from vil.kernels import autocast, flops, func_transforms, registration  # noqa: F401  (register)
 from vil.kernels.backends import BACKENDS, use_backend
 from vil.kernels.checks import check_not_onnx, check_tensors, in_forward_mode, is_eager
+from vil.kernels.mixer import without_autocast
 from vil.kernels.reference import RECURRENCES
 
 __all__ = [
@@ -74,7 +75,7 @@ def longhorn_scan(
     """
     if recurrence not in ("longhorn", "longhorn_exact"):
         raise ValueError(f'recurrence must be "longhorn" or "longhorn_exact", got {recurrence!r}')
-    check_tensors(x=x, beta=beta, q=q, k=k, D_=D, bias_=bias, initial_state_=initial_state)
+    check_tensors({"x": x, "beta": beta, "q": q, "k": k}, {"D": D, "bias": bias, "initial_state": initial_state})
     tensors = (x, beta, None, q, k, D, bias, initial_state)
     y, state = _scan_one_direction(tensors, recurrence, reverse)
     return (y, state) if return_final_state else y
@@ -117,7 +118,7 @@ def mamba_scan(
         TypeError: If an argument is no tensor.
         ValueError: If a shape, dtype or device disagrees.
     """
-    check_tensors(x=x, dt=dt, A=A, q=q, k=k, D_=D, bias_=bias, initial_state_=initial_state)
+    check_tensors({"x": x, "dt": dt, "A": A, "q": q, "k": k}, {"D": D, "bias": bias, "initial_state": initial_state})
     tensors = (x, dt, A, q, k, D, bias, initial_state)
     y, state = _scan_one_direction(tensors, "mamba", reverse)
     return (y, state) if return_final_state else y
@@ -159,7 +160,7 @@ def bidirectional_scan(
         TypeError: If an argument is no tensor.
         ValueError: If a shape, dtype or device disagrees, or ``recurrence`` is unknown.
     """
-    check_tensors(x=x, dt=dt, A_=A, q=q, k=k, D=D, bias=bias, z=z)
+    check_tensors({"x": x, "dt": dt, "q": q, "k": k, "D": D, "bias": bias, "z": z}, {"A": A})
     return _scan((x, dt, A, q, k, D, bias, z, None), recurrence, False)[0]
 
 
@@ -184,9 +185,9 @@ def _scan(tensors: tuple[Tensor | None, ...], recurrence: str, reverse: bool) ->
         check_not_onnx("scan")
     if save or not is_eager(tensors[0], tensors):
         return torch.ops.vil.scan(*inputs)
-    with torch.profiler.record_function("vil::scan") if _is_profiled() else contextlib.nullcontext():
-        return registration.scan(*autocast.cast("scan", inputs))
-
-
-def _is_profiled() -> bool:
-    return torch.autograd.profiler._is_profiler_enabled
+    record = contextlib.nullcontext()
+    if torch.autograd.profiler._is_profiler_enabled:
+        record = torch.profiler.record_function("vil::scan")
+    inputs = autocast.cast("scan", inputs)
+    with record, without_autocast(tensors[0]):
+        return registration.scan(*inputs)

@@ -129,20 +129,23 @@ def scan(*inputs) -> tuple[Tensor, Tensor | None]:
     return out.contiguous(), None if final is None else final.contiguous()
 
 
+_scan_plans: dict[tuple, ScanPlan] = kept_plans()
+
+
 def _scan_plan(args: ScanArgs, recurrence: str, reverse: bool) -> ScanPlan:
     """Return the plan of a scan; arguments like those of an earlier call are not checked again."""
     x = args.x
     backend = backend_for(x.device, x.dtype)
-    key = (backend, recurrence, reverse, *[None if t is None else (t.shape, t.dtype, t.device) for t in args])
-    if key not in _checked_scans:
+    tensors = [None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in args]
+    key = (backend, recurrence, reverse, *tensors)
+    plan = _scan_plans.get(key)
+    if plan is None:
         check_scan(args, recurrence)
-        if len(_checked_scans) >= MAX_KEPT:
-            _checked_scans.clear()
-        _checked_scans[key] = None
-    return backend.scan_plan(scan_key(args, recurrence, reverse, 1.0))
-
-
-_checked_scans: dict[tuple, None] = kept_plans()
+        plan = backend.scan_plan(scan_key(args, recurrence, reverse, 1.0))
+        if len(_scan_plans) >= MAX_KEPT:
+            _scan_plans.clear()
+        _scan_plans[key] = plan
+    return plan
 
 
 def _scan_saves(args: ScanArgs, recurrence: str) -> SavedShapes | None:
