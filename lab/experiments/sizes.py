@@ -37,13 +37,23 @@ def images_at(config: TrainConfig, size: int) -> list[tuple[torch.Tensor, torch.
     data = dataclasses.replace(config.data, validation_batch_size=80)
     source = open_source(data, config.model.num_classes, training=False)
     batches = ValData(source, images, data, World()).batches()
-    return [(_resize(normalize(pixels), size), targets) for pixels, targets in batches]
+    return [(resized(normalize(pixels), size), targets) for pixels, targets in batches]
 
 
-def _resize(images: torch.Tensor, size: int) -> torch.Tensor:
+def resized(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Return images resized to a side in pixels."""
     if images.shape[-1] == size:
         return images
     return F.interpolate(images, (size, size), mode="bicubic", antialias=True)
+
+
+def for_size(net: nn.Module, size: int) -> nn.Module:
+    """Return a model that takes images of a side in pixels: timm's ViTs take one size at a time."""
+    if hasattr(net, "ref_feat_shape") or not hasattr(net, "set_input_size"):
+        return net
+    other = copy.deepcopy(net)
+    other.set_input_size(img_size=size)
+    return other
 
 
 @torch.inference_mode()
@@ -61,11 +71,8 @@ def evaluate_grids(net: nn.Module, config: TrainConfig) -> Row:
     near = range(-(-trained // 2), 2 * trained + 1)
     for rows in (*near, *(round(times * trained) for times in FAR)):
         batches = images_at(config, rows * patch)
-        other = copy.deepcopy(net)
-        if not hasattr(net, "ref_feat_shape"):  # timm's models take one size at a time
-            other.set_input_size(img_size=rows * patch)
-        resized = [(_resize(images, side), targets) for images, targets in batches]
-        found[f"{rows}x{rows}"] = [top1(other, batches), top1(net, resized)]
+        at_trained_size = [(resized(images, side), targets) for images, targets in batches]
+        found[f"{rows}x{rows}"] = [top1(for_size(net, rows * patch), batches), top1(net, at_trained_size)]
     return found
 
 

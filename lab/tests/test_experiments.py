@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from lab.experiments import images
+from lab.experiments import images, small_data
 
 TINY = dataclasses.replace(images.DATA["digits"], arguments=("--data.images-per-class", "4"), steps=2)
 
@@ -21,3 +21,13 @@ def test_a_run_trains_and_scores() -> None:
     assert len(row["curve"]) == 2
     assert row["curve"][0][0] < row["curve"][1][0] == pytest.approx(row["ms_per_step"] * 2 / 1e3)
     assert row["curve"][1][1] == row["top1"]
+
+
+@pytest.mark.ci
+def test_small_data_scores_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(small_data.SMALL, "digits", dataclasses.replace(TINY, choice=TINY))
+    for model in small_data.NAMES:
+        row = small_data.run("digits", model, 1e-3, 0)
+        assert {"twice", "shrunk"} <= row.keys()
+        assert row["seconds"] == pytest.approx(row["ms_per_step"] * 2 / 1e3)
+    assert "twice" not in small_data.run("digits", "ResNet", 1e-3, small_data.CHOICE_SEED)
