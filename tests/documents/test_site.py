@@ -26,3 +26,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     front = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert 'href="docs/training.html"' not in front
     assert 'href="training.html"' in front
+    reference = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    for name in (
+        "vil.load",
+        "vil.param_groups",
+        "vil.kernels.ops.longhorn_scan",
+        "vil.VisionLonghorn.forward_features",
+    ):
+        assert f'id="{name}"' in reference
+    assert "Values, (B, L, D), float64" in reference

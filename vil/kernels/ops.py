@@ -46,7 +46,7 @@ def longhorn_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scan a sequence with the Longhorn recurrence (Longhorn paper, ICLR 2025).
 
-    With eps = b / (1 + b |k|^2) and b = sigmoid(beta + bias), per channel i and state j:
+    With ``eps = b / (1 + b |k|^2)`` and ``b = sigmoid(beta + bias)``, per channel i and state j::
 
         longhorn (Eq. 7)         S_ij <- (1 - eps_i k_j^2) S_ij + eps_i k_j x_i
         longhorn_exact (Eq. 6)   S_i  <- S_i + eps_i (x_i - k.S_i) k
@@ -96,7 +96,10 @@ def mamba_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scan a sequence with Mamba's selective recurrence (Mamba paper, Algorithm 2).
 
-    S_ij <- exp(d_i A_ij) S_ij + d_i k_j x_i,  y_i = q.S_i + D_i x_i,  d = softplus(dt + bias)
+    With ``d = softplus(dt + bias)``, per channel i and state j::
+
+        S_ij <- exp(d_i A_ij) S_ij + d_i k_j x_i
+        y_i  =  q.S_i + D_i x_i
 
     Args:
         x: Values (Mamba's u), (B, L, D), float64, float32, bfloat16 or float16, any strides.
