@@ -3,6 +3,7 @@
     python -m lab.benchmarks.models deit_tiny_patch16_224 vil_tiny --sizes 224 1024 --batches 1 8
         [--passes inference training] [--ways eager compile graphs onnx aoti] [--memory] [--device cuda]
         [--dtype float32] [--threads 1] [--clock wall] [--rounds 5] [--seconds N] [--output FILE.json]
+    python -m lab.benchmarks.models --show lab/benchmarks/results/cpu.json
 
 A cell is a combination of size, batch, pass and way. Each cell is a new process, in which all models take turns,
 round by round (``steps.py``), so that a drift of the machine's speed affects all equally. A row has the
@@ -261,10 +262,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--clock", choices=("wall", "cpu"), default="wall")
     add("--rounds", type=int, default=5)
     add("--output", type=Path, help="the record, JSON; the same command continues it")
+    add("--show", type=Path, help="print the table of a record, and measure nothing")
     add("--cell", type=json.loads, help=argparse.SUPPRESS)
     add_seconds(parser)
     args = parser.parse_args(arguments)
-    if not args.models and args.cell is None:
+    if not args.models and args.cell is None and args.show is None:
         parser.error("name at least one model")
     if args.device == "cpu" and (graphs := [way for way in args.ways if way.endswith("graphs")]):
         parser.error(f"--ways {graphs[0]} needs --device cuda")
@@ -293,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     if args.cell is not None:
         print(json.dumps(measure(args.cell)))
+        return 0
+    if args.show is not None:
+        print(table(json.loads(args.show.read_text())["rows"]))
         return 0
     budget = Budget(args.seconds)
     protocol = {key: getattr(args, key) for key in ("device", "dtype", "threads", "clock", "rounds")}
