@@ -24,11 +24,15 @@ from lab.experiments.records import Record, Row, product, run_all, select
 from lab.experiments.sizes import for_size, images_at, resized, top1
 from lab.experiments.statistics import CHOICE_SEED
 
-NAMES = ("ViL exact, averaged", "DeiT", "ResNet")
-RATES = (1e-3, 3e-3, 1e-2)
-SEEDS = range(3)
+_COMPARED = {"compared": ("ViL exact, averaged", "DeiT", "ResNet"), "rates": (1e-3, 3e-3, 1e-2), "seeds": 3}
 _FASHION = dataclasses.replace(
-    DATA["fashion_mnist"], arguments=("--data.images-per-class", "100"), steps=960, choice=None, every_epoch=False
+    DATA["fashion_mnist"],
+    arguments=("--data.images-per-class", "100"),
+    steps=960,
+    choice=None,
+    choice_seeds=1,
+    every_epoch=False,
+    **_COMPARED,
 )
 _CLIP_ART = Images(
     (
@@ -44,6 +48,7 @@ _CLIP_ART = Images(
             *("--model.depth", "None", "--model.args", "layers=[1,1,1,1]", "channels=[16,32,64,128]"),
         ),
     },
+    **_COMPARED,
 )
 
 
@@ -89,14 +94,19 @@ def main() -> int:
     clip_art.unpack()
     record = Record(args.output, {name: dataclasses.asdict(data) for name, data in SMALL.items()})
     budget = Budget(args.seconds)
-    trials = product(data=list(SMALL), model=NAMES, lr=RATES, seed=[CHOICE_SEED])
+    trials = [
+        {"data": name} | trial
+        for name, data in SMALL.items()
+        for trial in product(model=data.compared, lr=data.rates, seed=[CHOICE_SEED])
+    ]
     if run_all(record, run, trials, args.jobs, budget):
         return UNFINISHED
     runs = []
-    for seed, data, model in itertools.product(SEEDS, SMALL, NAMES):
-        tried = [row for row in select(record.rows, data=data, model=model) if row["seed"] >= CHOICE_SEED]
-        best = min(tried, key=lambda row: row["loss"])
-        runs.append({"data": data, "model": model, "lr": best["lr"], "seed": seed})
+    for name, data in SMALL.items():
+        for seed, model in itertools.product(range(data.seeds), data.compared):
+            tried = [row for row in select(record.rows, data=name, model=model) if row["seed"] >= CHOICE_SEED]
+            best = min(tried, key=lambda row: row["loss"])
+            runs.append({"data": name, "model": model, "lr": best["lr"], "seed": seed})
     return UNFINISHED if run_all(record, run, runs, args.jobs, budget) else 0
 
 

@@ -26,7 +26,7 @@ def test_a_run_trains_and_scores() -> None:
 @pytest.mark.ci
 def test_small_data_scores_both_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(small_data.SMALL, "digits", dataclasses.replace(TINY, choice=TINY))
-    for model in small_data.NAMES:
+    for model in ("ViL exact, averaged", "DeiT", "ResNet"):
         row = small_data.run("digits", model, 1e-3, 0)
         assert {"twice", "shrunk"} <= row.keys()
         assert row["seconds"] == pytest.approx(row["ms_per_step"] * 2 / 1e3)
