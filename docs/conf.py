@@ -10,7 +10,6 @@ project = "Vision Longhorn"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 autoclass_content = "both"  # arguments are in the docstring of __init__
 autodoc_typehints = "signature"
-autodoc_use_legacy_class_based = False
 napoleon_numpy_docstring = False
 default_role = "code"
 nitpick_ignore_regex = [("py:.*", ".*")]  # types of torch, timm and Python, whose indices need a network

@@ -68,7 +68,7 @@ def channel_matrices(model: nn.Module, images: Tensor, block: int = -1) -> tuple
 
 
 def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
-    """Return how much each token reads from every other in a block: the mean of absolute values over channels.
+    """Return how much each token reads from every other in a block, over all channels.
 
     Args:
         model: Same as in ``channel_matrices``.
@@ -76,7 +76,8 @@ def token_matrix(model: nn.Module, images: Tensor, block: int = -1) -> Tensor:
         block: Same as in ``channel_matrices``.
 
     Returns:
-        Matrix (B, L, L) of the sum of both directions. Rows read from columns. Dtype as in ``channel_matrices``.
+        Matrix (B, L, L): mean over channels of the absolute sum of both directions. Rows read from columns. Dtype as in
+            ``channel_matrices``.
 
     Raises:
         ValueError: Same as in ``channel_matrices``.
