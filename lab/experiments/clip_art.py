@@ -50,7 +50,9 @@ def parts(place: bytes) -> Sequence[str]:
 
 def write(path: Path, whole: Path, name: str) -> None:
     """Write an image of a class to its folders."""
-    image = read(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image = read(path)
     for part in parts(digest(path)):
         target = whole / part / name / path.name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +69,6 @@ def unpack() -> None:
         return
     if not PACKAGE.is_dir():
         raise SystemExit(f"error: no {PACKAGE}; run apt-get install openclipart-png")
-    warnings.simplefilter("error", Image.DecompressionBombWarning)
     whole = OUTPUT / "clip_art.part"  # its folders are renamed once all images are written
     for name in NAMES:
         for path in sorted((PACKAGE / name).rglob("*.png"), key=digest)[:MOST]:
